@@ -1,0 +1,255 @@
+"""What every layer of the engine speaks of: sampling parameters, requests, batches, the context.
+
+    SamplingParams ──> Req ──> Batch ──> Context (one per engine; the ops read it globally)
+
+A request owns a growing list of token ids and a row of the page table. Its lengths obey
+
+    0 <= cached_len <= device_len <= len(token_ids) <= max_len
+
+    token_ids   | prompt ........................... | output ..... |
+                0           cached_len   device_len                 len(token_ids)
+                | KV written | this step | not yet computed         |
+
+`cached_len` tokens have their keys and values in the pool; the step in flight computes the
+tokens `[cached_len, device_len)`; when it is done, `cached_len` becomes `device_len`.
+
+The protocols at the end are what upper rows implement and lower rows call, so that no lower
+row imports an upper one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from .params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "Batch",
+    "Context",
+    "Executor",
+    "PendingStep",
+    "Req",
+    "SamplingParams",
+    "StepOutput",
+    "TokenLogprobs",
+    "get_global_ctx",
+    "set_global_ctx",
+]
+
+
+@dataclass(eq=False)
+class Req:
+    """One sequence being generated (a request with n > 1 is n of these)."""
+
+    uid: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    max_len: int
+    """No token is generated once `len(token_ids)` reaches this."""
+    seed: int = 0
+    """64-bit seed of this request's random numbers, drawn by the front when the user gave none."""
+    choice: int = 0
+    """Index among the n sequences of one request; part of the random key."""
+    stop_ids: frozenset[int] = frozenset()
+    """Token ids that end the sequence (EOS and the user's); empty with `ignore_eos`."""
+    eos_ids: frozenset[int] = frozenset()
+    """All the model's EOS ids, which `min_tokens` bans whether or not they stop."""
+    row: int = -1
+    """Row in the page table while running, else -1."""
+    cached_len: int = 0
+    device_len: int = 0
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that the step in flight computes."""
+        return self.device_len - self.cached_len
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step in flight reaches the last known token, so that one is sampled."""
+        return self.device_len == len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"Req(uid={self.uid}, prompt={self.prompt_len}, output={self.num_output}, "
+            f"cached={self.cached_len}, device={self.device_len}, row={self.row})"
+        )
+
+
+class AttentionMetadata(Protocol):
+    """What an attention backend prepared for one batch."""
+
+    def get_last_indices(self, bs: int) -> torch.Tensor:
+        """Row of each request's last token in the batch: `[bs]`, int64."""
+        ...
+
+
+@dataclass(eq=False)
+class Batch:
+    """The requests that one forward computes, decoding ones and prefill chunks mixed.
+
+    The tensors are filled by the engine: T tokens, one after another by request.
+    """
+
+    reqs: list[Req]
+    input_ids: torch.Tensor = field(init=False)  # [T] int64
+    positions: torch.Tensor = field(init=False)  # [T] int64
+    out_loc: torch.Tensor = field(init=False)  # [T] int64, slot in the KV pool of each token
+    attn_metadata: AttentionMetadata = field(init=False)
+    prompt_logits: PromptLogitsSink | None = None
+    """Receives the logits of further rows when a request wants its prompt's logprobs."""
+
+    @property
+    def size(self) -> int:
+        """Number of requests (B)."""
+        return len(self.reqs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens (T)."""
+        return sum(req.extend_len for req in self.reqs)
+
+    @property
+    def padded_size(self) -> int:
+        """Number of rows that the forward returns; equals `size` where nothing pads."""
+        return len(self.reqs)
+
+    @property
+    def is_prefill(self) -> bool:
+        """True when any request computes more than one token."""
+        return any(req.extend_len > 1 for req in self.reqs)
+
+
+class PromptLogitsSink(Protocol):
+    """Takes the prompt's logits piece by piece, so that they never exist all at once."""
+
+    rows: torch.Tensor  # [N] int64, rows of the batch whose logits are wanted
+
+    def collect(self, offset: int, logits: torch.Tensor) -> None:
+        """Logits `[n, V]` of `rows[offset : offset + n]`."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Writes keys and values into the pool and computes attention over the pages."""
+
+    def prepare_metadata(self, batch: Batch) -> AttentionMetadata:
+        """Lengths and tables of the batch on the device, once a step."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        """`q [T, Hq, D]`, `k, v [T, Hk, D]` to `[T, Hq, D]`; stores k and v on the way."""
+        ...
+
+
+class Context:
+    """What the ops of one engine share while a forward runs."""
+
+    def __init__(self, page_size: int, attn_backend: AttentionBackend) -> None:
+        self.page_size = page_size
+        self.attn_backend = attn_backend
+        self._batch: Batch | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """The batch being computed."""
+        if self._batch is None:
+            raise RuntimeError("No batch is being computed: use `with ctx.forward_batch(batch)`")
+        return self._batch
+
+    @contextmanager
+    def forward_batch(self, batch: Batch) -> Iterator[None]:
+        """Make `batch` current and this the global context, inside the block."""
+        global _ctx
+        if self._batch is not None:
+            raise RuntimeError("Forward passes of one context can't be nested")
+        outer, _ctx = _ctx, self
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+            _ctx = outer
+
+
+_ctx: Context | None = None
+
+
+def set_global_ctx(ctx: Context | None) -> None:
+    """Set the context that `get_global_ctx` returns outside of `forward_batch`."""
+    global _ctx
+    _ctx = ctx
+
+
+def get_global_ctx() -> Context:
+    """The context of the forward that runs now, or the one set by `set_global_ctx`."""
+    if _ctx is None:
+        raise RuntimeError("No global context is set")
+    return _ctx
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token itself and of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Place of the token among all, 1 for the most likely."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one forward gave, by the batch's requests in order."""
+
+    token_ids: list[int | None]
+    """The sampled token; None where a prompt chunk did not reach its end."""
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    """For the prompt tokens after the ones this step computed; empty where not asked for."""
+
+
+class PendingStep(Protocol):
+    """A launched forward; an asynchronous device may still be computing it."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its output."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches; the scheduler needs nothing else of an engine."""
+
+    def attach(self, req: Req) -> None:
+        """The request got row `req.row`: take over its tokens and sampling state."""
+        ...
+
+    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Entries `first, first + 1, ...` of a page-table row become `pages`."""
+        ...
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start the forward of `batch` and return at once where the device allows it."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The row is free again; its state may be forgotten."""
+        ...

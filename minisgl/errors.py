@@ -1,0 +1,67 @@
+"""Every error minisgl raises on purpose.
+
+    MinisglError
+    ├── InvalidRequestError   (ValueError)   one request's prompt or parameter; others go on
+    │   └── ChatTemplateError                the chat template refused or failed on the messages
+    ├── ConfigError           (ValueError)   a flag, a config field, or a size this machine can't hold
+    └── ModelError
+        ├── ModelNotFoundError (FileNotFoundError)  no such folder, file, or hub id
+        ├── UnsupportedModelError (ValueError)      architecture, activation, RoPE type, ... not known
+        └── CheckpointError   (RuntimeError)        weights missing, left over, misshapen, unreadable
+
+Each message says what is wrong, which value it was, and what to change. The command line
+prints it as one line and exits with code 2; the built-in base class beside each name lets
+users catch it without importing this module.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChatTemplateError",
+    "CheckpointError",
+    "ConfigError",
+    "InvalidRequestError",
+    "MinisglError",
+    "ModelError",
+    "ModelNotFoundError",
+    "UnsupportedModelError",
+]
+
+
+class MinisglError(Exception):
+    """Base of every error that minisgl raises on purpose."""
+
+
+class InvalidRequestError(MinisglError, ValueError):
+    """A prompt or a sampling parameter that can't be served.
+
+    `param` names the offending parameter (for example `"top_p"`), or is None.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model has no chat template, or its template refused the messages."""
+
+
+class ConfigError(MinisglError, ValueError):
+    """A configuration value that is wrong, or that this machine can't honour."""
+
+
+class ModelError(MinisglError):
+    """Base of what can be wrong with a model on disk."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """The model named is not a folder, a GGUF file, or a hub id that could be fetched."""
+
+
+class UnsupportedModelError(ModelError, ValueError):
+    """The model asks for something minisgl does not implement."""
+
+
+class CheckpointError(ModelError, RuntimeError):
+    """The weights do not fit the model, or their files can't be read."""

@@ -1,0 +1,41 @@
+"""Every op of the models, and the choice of who computes it.
+
+Owns: the ops' names and semantics, their PyTorch references (`torch_ops.py`,
+`torch_attention.py`, `sampling.py`) and the dispatch to faster ones. Does not own: weights
+(`layers/`), pages (`kvcache/`), or which requests run (`scheduler/`).
+Invariant: whatever computes an op, it has the reference's semantics.
+
+The reference is the only implementation so far, on every device that torch has. A faster one
+is added here: each name below becomes a function that looks at its tensors' device and dtype.
+Read next: `minisgl/layers/`.
+"""
+
+from __future__ import annotations
+
+from .torch_ops import (
+    apply_rope_inplace,
+    fused_add_rmsnorm,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    grouped_experts,
+    indexing,
+    rmsnorm,
+    rmsnorm_inplace,
+    silu_and_mul,
+    store_kv,
+    topk_softmax,
+)
+
+__all__ = [
+    "apply_rope_inplace",
+    "fused_add_rmsnorm",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "grouped_experts",
+    "indexing",
+    "rmsnorm",
+    "rmsnorm_inplace",
+    "silu_and_mul",
+    "store_kv",
+    "topk_softmax",
+]

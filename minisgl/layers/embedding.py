@@ -1,0 +1,86 @@
+"""The vocabulary: token ids to vectors, and vectors to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.core import Batch, get_global_ctx
+from minisgl.distributed import DistributedCommunicator, get_tp_info
+from minisgl.kernel import indexing
+from minisgl.utils import Span, div_ceil, partition
+
+from .base import BaseOP, StateDict
+
+__all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
+
+_PIECE_ROWS = 256
+"""Rows of prompt logits computed at once: 256 x 151,936 float32 are 156 MB."""
+
+
+class VocabParallelEmbedding(BaseOP):
+    """Each rank holds a slice of the vocabulary's rows; ids outside of it contribute zeros."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        tp = get_tp_info()
+        self.vocab_size = vocab_size
+        self.vocab_range: Span = partition(vocab_size, tp.rank, tp.size)
+        self.weight = torch.empty(self.vocab_range.length, hidden_size)
+        self._tp_size = tp.size
+        self._comm = DistributedCommunicator()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`ids [T]` to `[T, hidden]`."""
+        if self._tp_size == 1:
+            return indexing(self.weight, ids)
+        return self._comm.all_reduce(indexing(self.weight, ids, self.vocab_range))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Hidden states to logits, at each request's last position only.
+
+    With `tied` to an embedding it has no weight of its own and uses the embedding's; a
+    `weight` in the checkpoint is then dropped.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None = None
+    ) -> None:
+        if tied is None:
+            super().__init__(vocab_size, hidden_size)
+        else:
+            self.vocab_size, self.vocab_range = vocab_size, tied.vocab_range
+            self._tp_size, self._comm = tied._tp_size, tied._comm
+        self._tied = tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, hidden]` of the current batch to logits `[padded_size, vocab_size]`."""
+        batch = get_global_ctx().batch
+        if batch.prompt_logits is not None:
+            self._prompt_rows(x, batch)
+        if batch.is_prefill:
+            x = x[batch.attn_metadata.get_last_indices(batch.size)]
+        return self.project(x)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [n, hidden]` to `[n, vocab_size]`, gathered from all ranks."""
+        local = F.linear(x, self.weight if self._tied is None else self._tied.weight)
+        if self._tp_size == 1:
+            return local
+        # Ranks hold unequal shares when they do not divide the vocabulary: pad to the largest.
+        share = div_ceil(self.vocab_size, self._tp_size)
+        local = F.pad(local, (0, share - local.shape[1]))
+        ranks = self._comm.all_gather(local).view(self._tp_size, x.shape[0], share)
+        return ranks.transpose(0, 1).reshape(x.shape[0], -1)[:, : self.vocab_size]
+
+    def _prompt_rows(self, x: torch.Tensor, batch: Batch) -> None:
+        sink = batch.prompt_logits
+        assert sink is not None
+        for offset in range(0, sink.rows.shape[0], _PIECE_ROWS):
+            rows = sink.rows[offset : offset + _PIECE_ROWS]
+            sink.collect(offset, self.project(x[rows]))
+
+    def _take(self, state_dict: StateDict, prefix: str) -> None:
+        if self._tied is not None:
+            state_dict.pop(f"{prefix}weight", None)
+        super()._take(state_dict, prefix)

@@ -1,0 +1,43 @@
+"""The experts of a mixture-of-experts layer."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.distributed import DistributedCommunicator, get_tp_info
+from minisgl.kernel import grouped_experts, topk_softmax
+from minisgl.utils import partition
+
+from .base import BaseOP
+
+__all__ = ["MoELayer"]
+
+
+class MoELayer(BaseOP):
+    """SwiGLU experts, packed: `gate_up_proj [E, 2 I, hidden]`, `down_proj [E, hidden, I]`.
+
+    Under tensor parallelism each expert's intermediate size is cut like a dense MLP's.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        renormalize: bool,
+    ) -> None:
+        tp = get_tp_info()
+        local = partition(intermediate_size, tp.rank, tp.size).length
+        self.gate_up_proj = torch.empty(num_experts, 2 * local, hidden_size)
+        self.down_proj = torch.empty(num_experts, hidden_size, local)
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self._comm = DistributedCommunicator()
+
+    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """`x [T, hidden]`, `router_logits [T, E]` to `[T, hidden]`."""
+        weights, ids = topk_softmax(router_logits, self.top_k, self.renormalize)
+        out = grouped_experts(x, self.gate_up_proj, self.down_proj, weights, ids)
+        return self._comm.all_reduce(out)

@@ -1,0 +1,36 @@
+"""Models and their weights: config, one decoder for all architectures, loaders.
+
+Owns: the shapes of supported models (`config.py`, `decoder.py`, `register.py`) and the reading
+of checkpoints (`weight.py`, `gguf.py`). Does not own: the blocks (`layers/`), or memory for
+the KV cache (`kvcache/`).
+Invariant: the keys and shapes that `load_weight` yields are the model's `state_dict()`, plus at
+most the head of a tied model.
+Read next: `decoder.py`, then `minisgl/kvcache/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import ModelConfig, RotaryConfig
+    from .register import create_model
+    from .weight import load_weight, shard_tensor
+
+_EXPORTS = {
+    "ModelConfig": "config",
+    "RotaryConfig": "config",
+    "create_model": "register",
+    "load_weight": "weight",
+    "shard_tensor": "weight",
+}
+
+__all__ = ["ModelConfig", "RotaryConfig", "create_model", "load_weight", "shard_tensor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -1,0 +1,230 @@
+"""Streaming checkpoints into the model's own names and shapes.
+
+    read (safetensors or GGUF, sorted by name, one tensor at a time)
+      -> this rank's shard          shard_tensor
+      -> merged projections         q, k, v -> qkv_proj;  gate, up -> gate_up_proj
+      -> packed experts             experts.0 ... experts.E-1 -> [E, ...]
+      -> target dtype and device
+
+Each stage is a generator that holds only what is incomplete, so that the memory in use is the
+model, one tensor, and the merge buffer. Tensors that need no work are views of the mapped
+file; the system reads their pages when they are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from minisgl.distributed import get_tp_info
+from minisgl.errors import CheckpointError, ModelNotFoundError
+from minisgl.utils import partition
+from minisgl.utils.hf import is_gguf, read_json
+
+from .checkpoint import load_model_config
+
+__all__ = ["load_weight", "shard_tensor"]
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_MERGED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+_EXPERT = re.compile(r"^(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight$")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_weight(
+    model_path: str, device: torch.device | str, *, dtype: torch.dtype | None = None
+) -> Iterator[NamedTensor]:
+    """Yield `(name, tensor)` for this rank, under the names of the model's `state_dict()`.
+
+    `model_path` is a folder with safetensors (one file, or shards with an index) or a GGUF
+    file, whose quantized tensors are dequantized. `dtype` None keeps the stored type (float32
+    for quantized ones). A tied model's `lm_head.weight` is yielded when the file has it.
+    Raises `CheckpointError` naming file and key for whatever is missing, incomplete or
+    unreadable, and `ModelNotFoundError` when there are no weights.
+    """
+    config, tp = load_model_config(model_path), get_tp_info()
+    raw = _read_gguf(model_path, dtype) if is_gguf(model_path) else _read_safetensors(model_path)
+    shards = (
+        (name, shard_tensor(name, tensor, tp.rank, tp.size, config.num_kv_heads))
+        for name, tensor in raw
+    )
+    for name, tensor in _pack_experts(_merge(shards), config.num_experts):
+        yield name, _convert(name, tensor, torch.device(device), dtype)
+
+
+def shard_tensor(
+    name: str, tensor: torch.Tensor, rank: int, size: int, num_kv_heads: int
+) -> torch.Tensor:
+    """The part of a checkpoint's tensor that rank `rank` of `size` holds; a view if it can be.
+
+    Attention projections are cut by head (KV heads are replicated when ranks outnumber them),
+    gate, up, down and the vocabulary by ceil division, norms and the router not at all.
+    """
+    if size == 1:
+        return tensor
+    module, kind = name.split(".")[-2:]
+    if module == "experts":  # packed already: [E, 2 I, hidden] and [E, hidden, I]
+        return _shard_packed(kind, tensor, rank, size)
+    if module in ("k_proj", "v_proj") and num_kv_heads < size:
+        heads = tensor.unflatten(0, (num_kv_heads, -1))
+        return heads[rank * num_kv_heads // size]
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+        return tensor.narrow(0, *partition(tensor.shape[0], rank, size))
+    if module in ("o_proj", "down_proj") and kind == "weight":
+        return tensor.narrow(1, *partition(tensor.shape[1], rank, size))
+    return tensor
+
+
+def _shard_packed(kind: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    if kind == "gate_up_proj":
+        gate, up = tensor.chunk(2, dim=1)
+        cut = partition(gate.shape[1], rank, size)
+        return torch.cat((gate.narrow(1, *cut), up.narrow(1, *cut)), dim=1)
+    return tensor.narrow(2, *partition(tensor.shape[2], rank, size))
+
+
+def _read_gguf(path: str, dtype: torch.dtype | None) -> Iterator[NamedTensor]:
+    from .gguf import gguf_num_tensors, iter_gguf_tensors
+
+    yield from _progress(iter_gguf_tensors(path, dtype), gguf_num_tensors(path))
+
+
+def _read_safetensors(folder: str) -> Iterator[NamedTensor]:
+    """All tensors, file by file and sorted by name within a file."""
+    from safetensors import SafetensorError, safe_open
+
+    keys_of = _files(Path(folder))
+    seen: set[str] = set()
+
+    def read() -> Iterator[NamedTensor]:
+        for file, promised in keys_of.items():
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    keys = sorted(handle.keys())
+                    missing = sorted(promised - set(keys))
+                    if missing:
+                        raise CheckpointError(f"{file} lacks tensors its index names: {missing}")
+                    for key in keys:
+                        if key in seen:
+                            raise CheckpointError(f"{key} is in more than one file, again in {file}")
+                        seen.add(key)
+                        if not key.endswith("rotary_emb.inv_freq"):  # old files store the table
+                            yield key, handle.get_tensor(key)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"Can't read {file}: {error}") from error
+
+    yield from _progress(read(), sum(map(len, keys_of.values())) or None)
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """Weight files in reading order, each with the keys that the index promises in it."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: set()}
+    if not index.is_file():
+        others = sorted(p for p in folder.glob("*.safetensors") if "consolidated" not in p.name)
+        if others:
+            return {path: set() for path in others}
+        raise ModelNotFoundError(
+            f"{folder} has no *.safetensors (pickled *.bin or *.pt weights are not read: "
+            "convert them to safetensors)"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no 'weight_map'")
+    files: dict[Path, set[str]] = {folder / name: set() for name in sorted(weight_map.values())}
+    for key, name in weight_map.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r} for {key}: not a file of its folder")
+        files[folder / name].add(key)
+    for path, keys in files.items():
+        if not path.is_file():
+            raise CheckpointError(
+                f"{index} names {path.name}, which is not there; it should hold "
+                f"{len(keys)} tensors such as {min(keys)}"
+            )
+    return files
+
+
+def _progress(tensors: Iterator[NamedTensor], total: int | None) -> Iterator[NamedTensor]:
+    # disable=None: no bar when stderr is not a terminal.
+    disable = None if get_tp_info().is_primary() else True
+    yield from tqdm(tensors, "Loading weights", total, disable=disable, leave=False)
+
+
+def _merge(tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+    """Stack the parts of a projection along dim 0 once all have come, in whatever order."""
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        stem, module, kind = ("." + name).rsplit(".", 2)
+        if module not in _MERGED:
+            yield name, tensor
+            continue
+        merged, parts = _MERGED[module]
+        key = f"{stem}.{merged}.{kind}".removeprefix(".")
+        group = groups.setdefault(key, {})
+        group[module] = tensor
+        if len(group) == len(parts):
+            del groups[key]
+            yield key, torch.cat([group[part] for part in parts])
+            del group, tensor
+    if groups:
+        names = [f"{key} (has {', '.join(sorted(g))})" for key, g in sorted(groups.items())]
+        raise CheckpointError(f"Incomplete merge groups: {names}")
+
+
+def _pack_experts(tensors: Iterator[NamedTensor], num_experts: int) -> Iterator[NamedTensor]:
+    """Copy each expert's tensor to its place in one `[E, ...]` tensor."""
+    packed: dict[str, torch.Tensor] = {}
+    missing: dict[str, set[int]] = {}
+    for name, tensor in tensors:
+        match = _EXPERT.match(name)
+        if match is None:
+            yield name, tensor
+            continue
+        key, expert = f"{match['stem']}.{match['name']}", int(match["expert"])
+        if key not in packed:
+            packed[key] = tensor.new_empty((num_experts, *tensor.shape))
+            missing[key] = set(range(num_experts))
+        if expert not in missing[key] or tensor.shape != packed[key].shape[1:]:
+            raise CheckpointError(
+                f"{name} {tuple(tensor.shape)} does not fit {num_experts} experts of "
+                f"{tuple(packed[key].shape[1:])}"
+            )
+        packed[key][expert] = tensor
+        missing[key].discard(expert)
+        if not missing[key]:
+            del missing[key]
+            yield key, packed.pop(key)
+    if missing:
+        names = [f"{key} (lacks {sorted(m)[:8]})" for key, m in sorted(missing.items())]
+        raise CheckpointError(f"Incomplete expert tensors: {names}")
+
+
+def _convert(
+    name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None
+) -> torch.Tensor:
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{name} is stored as {tensor.dtype}, which is not supported; "
+            "convert the checkpoint to float32, bfloat16 or float16"
+        )
+    result = tensor.to(device=device, dtype=dtype or tensor.dtype).contiguous()
+    if result.dtype == torch.float16 and tensor.dtype != torch.float16:
+        worst = tensor.abs().max().item() if tensor.numel() else 0.0
+        if worst > torch.finfo(torch.float16).max:
+            raise CheckpointError(
+                f"{name} holds {worst:g}, beyond float16's 65504: use --dtype bfloat16 or float32"
+            )
+    return result
