@@ -65,8 +65,12 @@ class Req:
     """All the model's EOS ids, which `min_tokens` bans whether or not they stop."""
     row: int = -1
     """Row in the page table while running, else -1."""
+    pages: list[int] = field(default_factory=list)
+    """Pages of the KV pool that hold `[0, cached_len)` and the step in flight, in order."""
     cached_len: int = 0
     device_len: int = 0
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities were delivered; a resumed request skips them."""
 
     @property
     def num_output(self) -> int:
@@ -125,7 +129,7 @@ class Batch:
 
     @property
     def padded_size(self) -> int:
-        """Number of rows that the forward returns; equals `size` where nothing pads."""
+        """Number of rows that the forward returns; equals `size`, as nothing pads yet."""
         return len(self.reqs)
 
     @property
@@ -248,8 +252,4 @@ class Executor(Protocol):
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the forward of `batch` and return at once where the device allows it."""
-        ...
-
-    def release(self, row: int) -> None:
-        """The row is free again; its state may be forgotten."""
         ...

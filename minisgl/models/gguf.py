@@ -10,7 +10,7 @@ two neighbours, whereas this engine (as Hugging Face) pairs row i with row i + d
     stored    0  3  1  4  2  5      the numbers are the rows of the layout wanted:
     wanted    0  1  2  3  4  5      wanted row j of half h (j = h*d/2 + i) is stored row 2*i + h
 
-Memory: one tensor in the target type, plus blocks of about 8 MiB that are dequantized.
+Memory: one tensor in the target type, plus blocks of about 2 MiB that are dequantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = frozenset(
     ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 2 << 20
 
 
 def load_gguf_config(path: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def load_gguf_config(path: str) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in meta.shapes,
         "hidden_act": "silu",
     }
-    config |= _token_ids(meta) | _biases(meta) | _sliding_window(meta)
+    config |= _token_ids(meta, config["vocab_size"]) | _biases(meta) | _sliding_window(meta)
     if meta.arch == "qwen3moe":
         config |= _experts(meta)
     if config["architectures"] == ["MistralForCausalLM"] and _has_bias(meta):
@@ -185,17 +185,14 @@ def _rope_factors(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
     return {"rope_type": "freq_factors", "factors": factors} if set(factors) != {1.0} else None
 
 
-def _token_ids(meta: Metadata) -> dict[str, Any]:
+def _token_ids(meta: Metadata, vocab_size: int) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` (a list when turns end by other ids too), `pad_token_id`."""
-    ids = {
-        name: meta.values.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos", "eot", "eom", "padding")
-    }
-    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    ends = list(dict.fromkeys(ends))
+    ids = {name: meta.token_id(name, vocab_size) for name in ("bos", "padding")}
+    ends = [meta.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
+    distinct = list(dict.fromkeys(end for end in ends if end is not None))
     return {
         "bos_token_id": ids["bos"],
-        "eos_token_id": ends if len(ends) > 1 else (ends[0] if ends else None),
+        "eos_token_id": distinct if len(distinct) > 1 else next(iter(distinct), None),
         "pad_token_id": ids["padding"],
     }
 
@@ -238,7 +235,7 @@ def _sliding_window(meta: Metadata) -> dict[str, Any]:
 
 
 def _experts(meta: Metadata) -> dict[str, Any]:
-    """The fields of a mixture of experts, whose count must be that of the router's rows."""
+    """The fields of a mixture of experts, whose count must be that of the stacked tensors."""
     experts = meta.integer("expert_count")
     stacked = meta.shapes.get("blk.0.ffn_gate_exps.weight")
     if stacked is None or len(stacked) != 3 or stacked[0] != experts:
@@ -282,9 +279,10 @@ def _plan(header: GGUFHeader) -> list[Source]:
 def _map(header: GGUFHeader) -> npt.NDArray[np.uint8]:
     """The file's bytes, mapped copy-on-write: torch wants writable memory, the file stays as is."""
     try:
-        return np.memmap(header.path, dtype=np.uint8, mode="c", shape=(header.file_bytes,))
+        mapped = np.memmap(header.path, dtype=np.uint8, mode="c", shape=(header.file_bytes,))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{header.path} can't be mapped: {error}; fetch it again") from error
+    return np.asarray(mapped)  # still keeps the mapping alive, and slices faster
 
 
 def _stream(
@@ -296,7 +294,7 @@ def _stream(
         raw = data[info.offset : info.offset + info.nbytes]
         stored = _PLAIN.get(info.type_name)
         target = dtype or stored or torch.float32
-        if stored == target and not source.heads and info.offset % target.itemsize == 0:
+        if stored == target and not source.heads:
             yield source.name, torch.from_numpy(raw).view(target).view(info.shape)
             continue
         out = torch.empty(info.shape, dtype=target)
@@ -321,15 +319,16 @@ def _decode_into(out: torch.Tensor, raw: npt.NDArray[np.uint8], type_name: str, 
 
 def _two_halves_order(rows: int, heads: int) -> npt.NDArray[np.int64]:
     """For each row of the two-halves layout, the stored row that belongs there; see the top."""
-    pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    return pairs.swapaxes(1, 2).reshape(rows)
+    stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+    order: npt.NDArray[np.int64] = stored.swapaxes(1, 2).reshape(rows)
+    return order
 
 
 def _decode(block: npt.NDArray[np.uint8], type_name: str) -> torch.Tensor:
     """Stored rows [r, bytes] as numbers [r, in]: float32 if quantized, else as they are."""
     if type_name in _PLAIN:
         return torch.from_numpy(np.ascontiguousarray(block)).view(_PLAIN[type_name])
-    # Imported where it is needed: half of the start-up of a model that is not GGUF otherwise.
+    # Imported here: reading a config, or plain types alone, doesn't wait for it.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

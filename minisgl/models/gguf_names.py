@@ -146,6 +146,16 @@ class Metadata:
             )
         return _as_meant(float(value))
 
+    def token_id(self, name: str, vocab_size: int) -> int | None:
+        """`tokenizer.ggml.{name}_token_id`; None if absent or beyond the vocabulary."""
+        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise CheckpointError(
+                f"{self.path}: tokenizer.ggml.{name}_token_id = {value!r} must be an integer; "
+                "convert the model again"
+            )
+        return value if value is not None and 0 <= value < vocab_size else None
+
 
 def _as_meant(value: float) -> float:
     """The shortest decimal that rounds to the same float32; other doubles stay as they are."""

@@ -266,8 +266,8 @@ def _parse(cursor: _Cursor, with_tokenizer: bool) -> GGUFHeader:
             metadata[key] = items
     entries = [_tensor_entry(cursor, index) for index in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        cursor.fail(f"general.alignment = {alignment!r} is not a power of two")
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        cursor.fail(f"general.alignment = {alignment!r} is not a power of two from 8 up")
     data_offset = -(-cursor.pos // alignment) * alignment
     tensors = [_place(cursor, entry, data_offset, alignment) for entry in entries]
     if len({info.name for info in tensors}) < len(tensors):

@@ -1,0 +1,184 @@
+"""The engine's configuration: what users say, what it becomes on a machine, and why.
+
+    EngineConfig (flags, keyword arguments) --resolve(config, hardware, model)--> ResolvedConfig
+
+Command-line flags are made from `EngineConfig`'s fields: their names, types, defaults and the
+`metadata` here. Both classes are frozen; nothing changes after `resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+from .utils.hardware import Hardware
+from .utils.torch_utils import DTYPES, parse_dtype
+
+__all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
+
+
+def _flag(default: Any, help: str, *, aliases: Sequence[str] = (), choices: Sequence[str] = ()) -> Any:
+    return field(
+        default=default,
+        metadata={"help": help, "aliases": tuple(aliases), "choices": tuple(choices)},
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run a model. None means: chosen by `resolve` from the machine and the model."""
+
+    dtype: str = _flag("auto", "type of weights and KV cache", choices=("auto", *DTYPES))
+    device: str = _flag("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = _flag(
+        None, "longest prompt plus output, in tokens", aliases=("--context-length",)
+    )
+    page_size: int = _flag(16, "tokens in a page of the KV cache", aliases=("--block-size",))
+    num_pages: int | None = _flag(None, "pages of the KV cache instead of what fits in memory")
+    memory_ratio: float | None = _flag(
+        None,
+        "share of the available memory that the engine may use (default: 0.9 on CUDA; on CPU, "
+        "0.3 for the KV cache)",
+        aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
+    )
+    max_running_requests: int | None = _flag(
+        None, "most requests in one batch (default: 64 on CPU, 256 on CUDA)",
+        aliases=("--max-num-seqs",),
+    )
+    max_prefill_length: int | None = _flag(
+        None, "tokens computed in one step, decoding included (default: 1024 on CPU, 8192 on CUDA)",
+        aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
+    )
+    cache: str = _flag("naive", "prefix cache; naive shares nothing", choices=("naive",))
+    attn: str = _flag("auto", "attention backend", choices=("auto", "torch"))
+    logprobs_mode: str = _flag(
+        "raw", "log-probabilities of the model's logits or of the distribution sampled from",
+        choices=("raw", "processed"),
+    )
+    threads: int | None = _flag(None, "CPU threads (default: the CPUs this process may use)")
+    tp: int = _flag(
+        1, "tensor-parallel ranks; this version runs 1",
+        aliases=("--tensor-parallel-size", "--tp-size"),
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, choices = getattr(self, item.name), item.metadata["choices"]
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{_name(item.name)} = {value!r}: choose from {', '.join(choices)}"
+                )
+        for name in ("max_model_len", "page_size", "num_pages", "max_running_requests",
+                     "max_prefill_length", "threads", "tp"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{_name(name)} = {value!r} must be an integer of at least 1")
+        ratio = self.memory_ratio
+        if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
+            raise ConfigError(f"{_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
+        if self.tp != 1:
+            raise ConfigError(f"{_name('tp')} = {self.tp}: this version runs on one rank only")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `resolve` needs to know of the model."""
+
+    dtype: torch.dtype
+    max_context: int
+    rope_type: str = "default"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The final configuration, and in words why each choice was made."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_model_len_asked: bool
+    """Whether the user named the length, so that a pool too small for it is an error."""
+    page_size: int
+    num_pages: int | None
+    memory_ratio: float
+    max_running_requests: int
+    max_prefill_length: int
+    attn: str
+    logprobs_mode: str
+    threads: int
+    reasons: tuple[str, ...] = ()
+
+
+def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> ResolvedConfig:
+    """Fill in what `config` leaves open; raises `ConfigError` for what can't be.
+
+    Pure: the same arguments give the same result, on every rank.
+    """
+    reasons: list[str] = []
+
+    def choose(name: str, given: Any, default: Any, why: str) -> Any:
+        if given is not None:
+            return given
+        reasons.append(f"{name} = {default}: {why}")
+        return default
+
+    device = None if config.device == "auto" else config.device
+    if device == "cuda" and not hardware.has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    found = "cuda" if hardware.has_cuda else "cpu"
+    device = choose("device", device, found, f"torch sees {'a' if hardware.has_cuda else 'no'} GPU")
+    cpu = device == "cpu"
+    dtype = None if config.dtype == "auto" else parse_dtype(config.dtype)
+    dtype = choose("dtype", dtype, model.dtype, "the checkpoint's type")
+    if cpu and dtype == torch.float16:
+        raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
+    limit = model.max_context
+    if config.max_model_len is not None and config.max_model_len > limit:
+        why = f"the model's context is {limit}"
+        if model.rope_type == "dynamic":
+            why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
+        raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
+    running_default, budget_default = (64, 1024) if cpu else (256, 8192)
+    budget = choose(
+        "max_prefill_length", config.max_prefill_length,
+        max(budget_default, config.max_running_requests or 0), f"default on {device}",
+    )
+    running = choose(
+        "max_running_requests", config.max_running_requests, min(running_default, budget),
+        f"default on {device}, at most max_prefill_length",
+    )
+    if running > budget:
+        raise ConfigError(
+            f"--max-running-requests {running} is above --max-prefill-length {budget}: a step "
+            "must have room for one token of each running request"
+        )
+    return ResolvedConfig(
+        device=torch.device(device),
+        dtype=dtype,
+        max_model_len=choose("max_model_len", config.max_model_len, limit, "the model's context"),
+        max_model_len_asked=config.max_model_len is not None,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        memory_ratio=choose(
+            "memory_ratio", config.memory_ratio, 0.3 if cpu else 0.9, f"default on {device}"
+        ),
+        max_running_requests=running,
+        max_prefill_length=budget,
+        attn=choose(
+            "attn", None if config.attn == "auto" else config.attn, "torch",
+            "the only backend of this version",
+        ),
+        logprobs_mode=config.logprobs_mode,
+        threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
+        reasons=tuple(reasons),
+    )
+
+
+def _name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+

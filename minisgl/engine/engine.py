@@ -1,0 +1,179 @@
+"""`Engine`: one worker that turns batches into tokens.
+
+    launch(batch):  prepare    ids, positions, slots, attention metadata on the device
+                    run        model.forward() under the batch's context
+                    sample     one token for each request that reached its last token
+                    deliver    tokens into the token pool; logprobs and ids to the host later
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.attention import TorchBackend
+from minisgl.config import ResolvedConfig
+from minisgl.core import Batch, Context, Req, SamplingParams, StepOutput
+from minisgl.kvcache import KVPool
+from minisgl.kvcache.pool import KVShape
+from minisgl.layers import local_heads, set_rope_device
+from minisgl.models import ModelConfig, create_model, load_weight
+from minisgl.models.base import BaseLLMModel
+from minisgl.utils import div_ceil, torch_dtype
+from minisgl.utils.logger import get_logger
+
+from .inputs import fill_batch
+from .memory import PoolPlan, plan_pool
+from .prompt_logprobs import PromptLogprobs
+from .sampler import Sampled, Sampler
+
+__all__ = ["Engine"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A launched forward: what it sampled, still on the device."""
+
+    reqs: list[Req]
+    sampling: list[int]
+    """Places in `reqs` of the requests that sampled a token."""
+    sampled: Sampled | None
+    prompt: PromptLogprobs | None
+
+    def result(self) -> StepOutput:
+        """Wait for the device and read tokens and logprobs."""
+        size = len(self.reqs)
+        output = StepOutput(
+            token_ids=[None] * size,
+            logprobs=[None] * size,
+            prompt_logprobs=self.prompt.by_request(size) if self.prompt else [[]] * size,
+        )
+        if self.sampled is not None:
+            tokens = self.sampled.tokens.tolist()
+            entries = self.sampled.entries([self.reqs[i] for i in self.sampling])
+            for i, token, entry in zip(self.sampling, tokens, entries, strict=True):
+                output.token_ids[i], output.logprobs[i] = token, entry
+        return output
+
+
+class Engine:
+    """The model, its KV pool, the page table and the token pool of one rank.
+
+    `token_pool [rows, max_len]` int32 holds every running request's tokens, `page_table
+    [rows, max_pages]` int32 its pages; a request's row is its place in both.
+    """
+
+    def __init__(self, model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> None:
+        if config.device.type == "cpu":
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.model_config = model_config
+        self._device = config.device
+        self.model = _load_model(model_path, model_config, config)
+        heads = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
+        shape = KVShape(
+            model_config.num_layers, heads[1], model_config.head_dim, config.page_size
+        )
+        self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
+        self._make_tables(shape, self.plan.num_pages, self.plan.max_model_len)
+        logger.info(self.plan.reason)
+
+    def attach(self, req: Req) -> None:
+        """Write the request's tokens into the token pool at `req.row`."""
+        tokens = torch.tensor(req.token_ids, dtype=torch.int32, device=self._device)
+        self._token_pool[req.row, : len(req.token_ids)] = tokens
+
+    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Entries `first, first + 1, ...` of a page-table row become `pages`."""
+        values = torch.tensor(pages, dtype=torch.int32, device=self._device)
+        self._page_table[row, first : first + len(pages)] = values
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> _Step:
+        """Compute the batch and sample; `result()` of what is returned reads the tokens."""
+        prompt = self._prepare(batch)
+        with self._ctx.forward_batch(batch):
+            logits = self.model.forward()
+        sampling = [i for i, req in enumerate(batch.reqs) if req.samples]
+        if not sampling:
+            return _Step(batch.reqs, [], None, prompt)
+        reqs = [batch.reqs[i] for i in sampling]
+        sampled = self._sampler.sample(
+            logits if len(sampling) == batch.size else logits[sampling], reqs
+        )
+        rows = torch.tensor([req.row for req in reqs], device=self._device)
+        ends = torch.tensor([len(req.token_ids) for req in reqs], device=self._device)
+        self._token_pool[rows, ends] = sampled.tokens.int()
+        return _Step(batch.reqs, sampling, sampled, prompt)
+
+    def close(self) -> None:
+        """Give the memory of model and pool back."""
+        del self.model, self._pool, self._ctx, self._sampler, self._token_pool, self._page_table
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _prepare(self, batch: Batch) -> PromptLogprobs | None:
+        fill_batch(batch, self._token_pool, self._page_table, self.config.page_size)
+        batch.attn_metadata = self._ctx.attn_backend.prepare_metadata(batch)
+        if all(req.params.prompt_logprobs is None for req in batch.reqs):
+            return None
+        batch.prompt_logits = prompt = PromptLogprobs(batch)
+        return prompt
+
+    def _make_tables(self, shape: KVShape, num_pages: int, max_len: int) -> None:
+        config, rows = self.config, self.config.max_running_requests
+        self._pool = KVPool(shape, num_pages, config.dtype, self._device)
+        self._page_table = torch.full(
+            (rows, div_ceil(max_len, config.page_size)), self._pool.dummy_page,
+            dtype=torch.int32, device=self._device,
+        )
+        # One more column: the token after the last one is written before the request ends.
+        self._token_pool = torch.zeros(
+            (rows, max_len + 1), dtype=torch.int32, device=self._device
+        )
+        windows = [
+            self.model_config.layer_window(i) for i in range(self.model_config.num_layers)
+        ]
+        self._ctx = Context(config.page_size, TorchBackend(self._pool, self._page_table, windows))
+        self._sampler = Sampler(
+            self.model_config.vocab_size, self._device, self._token_pool, config.logprobs_mode
+        )
+
+    def _measure_peak(self, shape: KVShape) -> int:
+        """Bytes that the largest step needs beyond weights and pool, by running one (CUDA)."""
+        length = min(self.config.max_prefill_length, self.config.max_model_len)
+        pages = div_ceil(length, self.config.page_size)
+        params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
+        self._make_tables(shape, pages, length)
+        req = Req(
+            uid=0, token_ids=[0] * length, prompt_len=length, params=params, max_len=length + 1,
+            row=0, pages=list(range(pages)), device_len=length,
+        )
+        self.attach(req)
+        self.set_pages(0, 0, req.pages)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.launch(Batch([req])).result()
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        # A full batch of decodes samples on [rows, V] float32 several times over.
+        logits = self.config.max_running_requests * self.model_config.vocab_size * 4
+        del self._pool, self._page_table, self._token_pool, self._ctx, self._sampler
+        torch.cuda.empty_cache()
+        return peak + 8 * logits
+
+
+def _load_model(
+    model_path: str, model_config: ModelConfig, config: ResolvedConfig
+) -> BaseLLMModel:
+    set_rope_device(config.device)
+    with torch.device("meta"), torch_dtype(config.dtype):
+        model = create_model(model_config)
+    model.load_state_dict(dict(load_weight(model_path, config.device, dtype=config.dtype)))
+    return model

@@ -1,0 +1,67 @@
+"""How many pages the KV pool gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.config import ResolvedConfig
+from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import KVShape
+from minisgl.utils import div_ceil
+from minisgl.utils.hardware import available_memory_bytes
+
+__all__ = ["PoolPlan", "plan_pool"]
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Pages of the pool and the longest sequence they allow."""
+
+    num_pages: int
+    max_model_len: int
+    reason: str
+
+
+def plan_pool(
+    config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[], int]
+) -> PoolPlan:
+    """Size the pool from what is free after the weights.
+
+    `measure_peak` runs the largest forward on a CUDA device and returns the bytes it needed
+    beyond the weights. More pages than all requests at full length could use are never made.
+    A pool too small for a length that the user asked for is a `ConfigError`; a length that
+    only the model's config names is shortened to what fits.
+    """
+    page_bytes = shape.page_bytes(config.dtype)
+    pages_each = div_ceil(config.max_model_len, config.page_size)
+    useful = pages_each * config.max_running_requests
+    if config.num_pages is not None:
+        pages, reason = config.num_pages, f"num_pages = {config.num_pages} as asked"
+    else:
+        budget = _budget_bytes(config, measure_peak)
+        pages = min(useful, budget // page_bytes)
+        reason = (
+            f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes, "
+            f"at most {useful} useful"
+        )
+    length = min(config.max_model_len, pages * config.page_size)
+    if length < config.max_model_len and (config.max_model_len_asked or length < 2):
+        raise ConfigError(
+            f"The KV cache holds {pages} pages of {config.page_size} tokens "
+            f"({pages * page_bytes / 2**20:.0f} MiB), {pages * config.page_size} tokens; one "
+            f"request of --max-model-len {config.max_model_len} needs {pages_each} pages "
+            f"({pages_each * page_bytes / 2**20:.0f} MiB). Lower --max-model-len or raise "
+            "--memory-ratio or --num-pages"
+        )
+    return PoolPlan(pages, length, reason)
+
+
+def _budget_bytes(config: ResolvedConfig, measure_peak: Callable[[], int]) -> int:
+    if config.device.type == "cpu":
+        return int(available_memory_bytes() * config.memory_ratio)
+    free, total = torch.cuda.mem_get_info(config.device)
+    # The share is of the whole card: what weights and others took is gone already.
+    return max(0, int(free - total * (1 - config.memory_ratio)) - measure_peak())

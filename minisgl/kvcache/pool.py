@@ -1,0 +1,57 @@
+"""The tensor that holds all keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["KVPool", "KVShape"]
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Sizes of one rank's KV pool."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one page over all layers."""
+        tokens = 2 * self.num_layers * self.page_size
+        return tokens * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVPool:
+    """`[2, layers, num_pages + 1, page_size, Hk, D]`; the last page is the dummy.
+
+    A token at position `i` of a request lies in slot `pages[i // page_size] * page_size +
+    i % page_size`. The dummy page belongs to nobody: padding may read and write it.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.dummy_page = num_pages
+        # Zeros: masked scores multiply what lies in unused slots, and 0 * NaN is NaN. On CPU
+        # the system hands out zeroed pages when they are first touched, at no cost here.
+        self.data = torch.zeros(
+            (2, shape.num_layers, num_pages + 1, shape.page_size, shape.num_kv_heads,
+             shape.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        self._pages = [(self.data[0, i], self.data[1, i]) for i in range(shape.num_layers)]
+        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._pages]
+
+    def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer by page: `[num_pages + 1, page_size, Hk, D]` each."""
+        return self._pages[layer_id]
+
+    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same memory by slot: `[(num_pages + 1) * page_size, Hk, D]` each."""
+        return self._slots[layer_id]

@@ -1,0 +1,264 @@
+"""`LLM`: load a model and generate, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from typing import Any
+
+from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.core import Req, SamplingParams
+from minisgl.engine import Engine
+from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from minisgl.kvcache import NaiveCache
+from minisgl.layers.rotary import rope_type
+from minisgl.models.checkpoint import load_model_info
+from minisgl.scheduler import Limits, Scheduler
+from minisgl.tokenizer import Tokenizer
+from minisgl.utils.hardware import Hardware
+from minisgl.utils.hf import resolve_model_path
+from minisgl.utils.logger import get_logger
+
+from .outputs import RequestOutput, StreamChunk
+from .progress import Progress
+from .requests import Prompts, RequestBuilder, as_prompt_list
+from .sequence import Sequence
+
+__all__ = ["LLM"]
+
+logger = get_logger(__name__)
+
+Params = SamplingParams | SequenceOf[SamplingParams] | None
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model in this process.
+
+    >>> with LLM("smollm2") as llm:                                    # doctest: +SKIP
+    ...     print(llm.generate("The capital of France is")[0].text)
+
+    `model` is a folder, a GGUF file, a hub id, or `smollm2`; keyword arguments are the fields
+    of `minisgl.config.EngineConfig`. Calls are not thread-safe; several instances can live in
+    one process. Raises `MinisglError`s: see `minisgl/errors.py`.
+    """
+
+    def __init__(self, model: str, **config: Any) -> None:
+        self.config = _engine_config(config)
+        path = resolve_model_path(model)
+        self.model_info = info = load_model_info(path)
+        rotary = info.config.rotary_config
+        facts = ModelFacts(info.dtype, rotary.max_context, rope_type(rotary.scaling))
+        resolved = resolve(self.config, Hardware.detect(), facts)
+        for reason in resolved.reasons:
+            logger.info(reason)
+        self.tokenizer = _load_tokenizer(path)
+        self._engine = Engine(path, info.config, resolved)
+        plan = self._engine.plan
+        self.max_model_len = plan.max_model_len
+        self.scheduler = Scheduler(
+            self._engine,
+            NaiveCache(plan.num_pages, resolved.page_size),
+            Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
+        )
+        eos = info.eos_token_ids
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos |= {self.tokenizer.eos_token_id}
+        self._builder = RequestBuilder(info, self.tokenizer, frozenset(eos))
+        self._sequences: dict[int, Sequence] = {}
+        self._next_uid = 0
+        self._closed = False
+
+    # -- generating ------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results are in the prompts' order.
+
+        `params` is one for all or a list with one for each (another length raises). All
+        prompts are checked before any runs; an error names the prompt's index.
+        """
+        return self._generate(as_prompt_list(prompts), params, use_tqdm, chat=False)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        A message is `{"role": ..., "content": ...}`. Without `max_tokens` an answer may take
+        what is left of the context. `template_options` go to the template.
+        """
+        given = list(messages)
+        several = bool(given) and isinstance(given[0], (list, tuple))
+        conversations: list[Any] = given if several else [given]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming(index, len(conversations)):
+                prompts.append(self.encode_chat(conversation, **template_options))
+        return self._generate(prompts, params, use_tqdm, chat=True)
+
+    def stream(
+        self, prompt: str | list[int], params: SamplingParams | None = None, *, chat: bool = False
+    ) -> Iterator[StreamChunk]:
+        """Generate one sequence and yield its text as it comes; closing the iterator aborts.
+
+        With `chat`, a missing `max_tokens` means what is left of the context.
+        """
+        if params is not None and params.n != 1:
+            raise InvalidRequestError(f"n = {params.n}: a stream has one sequence", param="n")
+        [ids] = as_prompt_list(prompt)
+        reqs = self._make(ids, params or SamplingParams(), chat)
+        return self._stream(self._submit(reqs)[0])
+
+    def encode_chat(self, messages: SequenceOf[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation, ready for `generate` or `stream`."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer, so it can't chat")
+        return self.tokenizer.encode_chat(list(messages), **template_options)
+
+    def default_params(self) -> SamplingParams:
+        """The parameters that an empty `SamplingParams()` stands for with this model."""
+        return SamplingParams().resolve_defaults(self.model_info.generation_defaults)
+
+    # -- life ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model and the KV cache; the instance can't be used any more."""
+        if not self._closed:
+            self._closed = True
+            self._sequences.clear()
+            self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _generate(
+        self, prompts: SequenceOf[str | list[int]], params: Params, use_tqdm: bool, chat: bool
+    ) -> list[RequestOutput]:
+        each = _params_list(params, len(prompts))
+        made = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            with _naming(index, len(prompts)):
+                made.append(self._make(prompt, one, chat))
+        groups = [self._submit(reqs) for reqs in made]
+        live = [sequence for group in groups for sequence in group]
+        try:
+            with Progress(len(live), use_tqdm) as progress:
+                while any(sequence.finish_reason is None for sequence in live):
+                    self._step(progress)
+        finally:
+            self._forget(live)
+        return [
+            self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _stream(self, sequence: Sequence) -> Iterator[StreamChunk]:
+        try:
+            while True:
+                chunk = sequence.chunk()
+                if chunk is not None:
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+                else:
+                    self._step()
+        finally:
+            self._forget([sequence])
+
+    def _make(self, prompt: str | list[int], params: SamplingParams, chat: bool) -> list[Req]:
+        if self._closed:
+            raise ConfigError("this LLM was closed")
+        ids = self._builder.encode(prompt)
+        self.scheduler.check(len(ids))
+        rest = self.max_model_len - len(ids)
+        complete = self._builder.params(params, rest if chat else 16)
+        reqs = self._builder.build(self._next_uid, ids, complete)
+        self._next_uid += len(reqs)
+        return reqs
+
+    def _submit(self, reqs: list[Req]) -> list[Sequence]:
+        sequences = [Sequence(req, self.tokenizer) for req in reqs]
+        for sequence in sequences:
+            self._sequences[sequence.req.uid] = sequence
+            self.scheduler.add(sequence.req)
+        return sequences
+
+    def _step(self, progress: Progress | None = None) -> None:
+        """One step of the scheduler, whoever's requests it runs."""
+        for update in self.scheduler.step():
+            sequence = self._sequences.get(update.uid)
+            if sequence is None:  # a forgotten stream's last update
+                continue
+            if sequence.push(update):
+                self.scheduler.abort(update.uid, "stop")
+            if progress is not None:
+                progress.update(update, sequence.req)
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.finish_reason is None:  # an interrupt or error: give the pages back
+                self.scheduler.abort(sequence.req.uid)
+            self._sequences.pop(sequence.req.uid, None)
+
+    def _result(self, prompt: str | list[int], group: list[Sequence]) -> RequestOutput:
+        first = group[0]
+        prompt_logprobs = None
+        if first.req.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *first.prompt_logprobs]
+        return RequestOutput(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=first.req.token_ids[: first.req.prompt_len],
+            outputs=[sequence.output() for sequence in group],
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _engine_config(config: dict[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    unknown = [name for name in config if name not in known]
+    if unknown:
+        raise ConfigError(f"LLM has no option {unknown[0]!r}; it takes: {', '.join(known)}")
+    return EngineConfig(**config)
+
+
+def _load_tokenizer(path: str) -> Tokenizer | None:
+    try:
+        return Tokenizer.load(path)
+    except ModelNotFoundError as error:  # token ids work without one
+        logger.warning("No tokenizer: %s", error)
+        return None
+
+
+def _params_list(params: Params, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{count} prompts but {len(params)} sampling params")
+    return list(params)
+
+
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Prefix a request's error with the index of its prompt when there are several."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if count > 1:
+            error.args = (f"prompt {index}: {error.args[0]}", *error.args[1:])
+        raise
+
+

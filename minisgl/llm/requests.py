@@ -1,0 +1,97 @@
+"""Turning prompts and parameters into checked requests."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from minisgl.core import Req, SamplingParams
+from minisgl.errors import InvalidRequestError
+from minisgl.models.checkpoint import ModelInfo
+from minisgl.tokenizer import Tokenizer
+
+__all__ = ["Prompt", "Prompts", "RequestBuilder", "as_prompt_list"]
+
+Prompt = str | list[int]
+Prompts = str | SequenceOf[str] | SequenceOf[int] | SequenceOf[SequenceOf[int]]
+
+
+def as_prompt_list(prompts: Prompts) -> list[Prompt]:
+    """One text, one list of ids, or a list of either, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}: give a string, token ids, or a list of "
+            "either",
+            param="prompt",
+        )
+    if prompts and all(type(item) is int for item in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]
+    return [item if isinstance(item, str) else _ids(item) for item in prompts]
+
+
+def _ids(item: object) -> list[int]:
+    if not isinstance(item, (list, tuple)):
+        raise InvalidRequestError(
+            f"a prompt is {item!r}: give a string or a list of token ids", param="prompt"
+        )
+    return list(item)
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Checks a prompt and its parameters against the model and makes the engine's requests."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked to be in the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "the model has no tokenizer: give the prompt as token ids", param="prompt"
+                )
+            return self.tokenizer.encode(prompt)
+        vocab_size = self.info.config.vocab_size
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise InvalidRequestError(
+                    f"token id {token!r} is not in the vocabulary of {vocab_size}", param="prompt"
+                )
+        return prompt
+
+    def params(self, params: SamplingParams, default_max_tokens: int) -> SamplingParams:
+        """Complete parameters, checked against the vocabulary and the tokenizer."""
+        params.check_vocabulary(self.info.config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, which this model lacks: use stop_token_ids",
+                param="stop",
+            )
+        return params.resolve_defaults(
+            self.info.generation_defaults, max_tokens=default_max_tokens
+        )
+
+    def build(self, first_uid: int, token_ids: list[int], params: SamplingParams) -> list[Req]:
+        """The `n` requests of a prompt, with consecutive uids; `params` are complete."""
+        assert params.max_tokens is not None
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        stop_ids = frozenset(params.stop_token_ids)
+        return [
+            Req(
+                uid=first_uid + choice,
+                token_ids=list(token_ids),
+                prompt_len=len(token_ids),
+                params=params,
+                max_len=len(token_ids) + params.max_tokens,
+                seed=seed,
+                choice=choice,
+                stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_ids,
+                eos_ids=self.eos_ids,
+            )
+            for choice in range(params.n)
+        ]

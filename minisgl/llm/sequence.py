@@ -1,0 +1,95 @@
+"""One sequence on its way from tokens to text."""
+
+from __future__ import annotations
+
+from minisgl.core import Req, TokenLogprobs
+from minisgl.scheduler import Update
+from minisgl.tokenizer import StopStringChecker, Tokenizer
+
+from .outputs import CompletionOutput, StreamChunk
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """Collects a request's updates; detokenizes, finds stop strings, keeps what streams.
+
+    After `push` returns True the front must end the request: its text hit a stop string.
+    """
+
+    def __init__(self, req: Req, tokenizer: Tokenizer | None) -> None:
+        params = req.params
+        self.req = req
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._text: list[str] = []
+        self._sent = (0, 0)  # pieces of text, tokens
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens
+            )
+        self._stops = StopStringChecker(
+            tuple(params.stop), include_stop=params.include_stop_str_in_output
+        )
+
+    def push(self, update: Update) -> bool:
+        """Take an update of this request; True when its text just hit a stop string."""
+        self.prompt_logprobs += update.prompt_logprobs
+        matched = False
+        if update.token_id is not None and self._stop_reason is None:
+            matched = self._push_token(update.token_id, update.logprobs, update.finish_reason)
+        if update.finish_reason is not None:
+            self.finish_reason = "stop" if self._stop_reason is not None else update.finish_reason
+            if not isinstance(self._stop_reason, str):
+                self._flush()
+        return matched and update.finish_reason is None
+
+    def chunk(self) -> StreamChunk | None:
+        """What came since the last call, None if nothing did."""
+        pieces, tokens = self._sent
+        self._sent = (len(self._text), len(self.token_ids))
+        text, ids = "".join(self._text[pieces:]), self.token_ids[tokens:]
+        if not text and not ids and self.finish_reason is None:
+            return None
+        return StreamChunk(text, ids, self.finish_reason)
+
+    def output(self) -> CompletionOutput:
+        """The finished sequence."""
+        return CompletionOutput(
+            index=self.req.choice,
+            text="".join(self._text),
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self._stop_reason,
+            logprobs=self.logprobs if self.req.params.logprobs is not None else None,
+        )
+
+    def _push_token(
+        self, token: int, logprobs: TokenLogprobs | None, finish_reason: str | None
+    ) -> bool:
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if finish_reason == "stop":  # the id itself ended it: no part of the text
+            if token not in self.req.eos_ids:
+                self._stop_reason = token
+            return False
+        if self._detokenizer is None:
+            return False
+        return self._push_text(self._detokenizer.push(token))
+
+    def _push_text(self, delta: str) -> bool:
+        result = self._stops.push(delta)
+        self._text.append(result.text)
+        if result.matched is None:
+            return False
+        self._stop_reason = result.matched
+        return True
+
+    def _flush(self) -> None:
+        if self._detokenizer is not None and not self._push_text(self._detokenizer.flush()):
+            self._text.append(self._stops.flush())

@@ -1,0 +1,49 @@
+"""Text to token ids and back: tokenizers, chat templates, incremental text, stop strings.
+
+Owns: reading a model's tokenizer (a Hugging Face folder or a GGUF file), rendering chat
+templates in a sandbox, turning ids into text one token at a time, and finding stop strings in
+that text. Does not own: which ids end a request (the scheduler), or the messages between
+processes. Needs neither torch nor, for a model that has a `tokenizer.json`, transformers.
+
+Invariant: the deltas of a detokenizer, joined, are `Tokenizer.decode` of all its ids; and what
+a stop checker emits, joined, is the text up to the first stop string.
+
+Read next: `tokenizer.py`, then `detokenize.py` and `stop.py`, then `chat_template.py`;
+`folder.py` and `gguf.py` hold the two file formats.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate, check_template_kwargs
+    from .detokenize import IncrementalDetokenizer
+    from .stop import StopResult, StopStringChecker
+    from .tokenizer import Tokenizer
+
+_EXPORTS = {
+    "ChatTemplate": "chat_template",
+    "check_template_kwargs": "chat_template",
+    "IncrementalDetokenizer": "detokenize",
+    "StopResult": "stop",
+    "StopStringChecker": "stop",
+    "Tokenizer": "tokenizer",
+}
+
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "StopResult",
+    "StopStringChecker",
+    "Tokenizer",
+    "check_template_kwargs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

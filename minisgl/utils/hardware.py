@@ -1,0 +1,63 @@
+"""What this process may use: CPUs and memory within cgroup limits, and CUDA devices."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+__all__ = ["Hardware", "available_cpus", "available_memory_bytes"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine as `minisgl.config.resolve` sees it."""
+
+    num_cpus: int
+    available_bytes: int
+    has_cuda: bool
+
+    @classmethod
+    def detect(cls) -> Hardware:
+        """Look at this machine."""
+        return cls(available_cpus(), available_memory_bytes(), torch.cuda.is_available())
+
+
+def available_cpus(root: Path = _CGROUP) -> int:
+    """CPUs this process may use: its affinity, and the cgroup's quota rounded up."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:  # macOS, Windows
+        cpus = os.cpu_count() or 1
+    quota = _words(root / "cpu.max")  # cgroup v2: "<quota> <period>" or "max <period>"
+    if not quota:  # cgroup v1 has a file for each, and -1 for no quota
+        quota = _words(root / "cpu/cpu.cfs_quota_us") + _words(root / "cpu/cpu.cfs_period_us")
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+        cpus = min(cpus, math.ceil(int(quota[0]) / int(quota[1])))
+    return max(1, cpus)
+
+
+def available_memory_bytes(root: Path = _CGROUP) -> int:
+    """Memory that can still be taken without swapping: the machine's, or the cgroup's if less."""
+    available = int(psutil.virtual_memory().available)
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _words(root / limit_file), _words(root / usage_file)
+        if limit and usage and limit[0].isdigit():
+            available = min(available, int(limit[0]) - int(usage[0]))
+    return max(0, available)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
