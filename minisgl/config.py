@@ -8,60 +8,59 @@ Command-line flags are made from `EngineConfig`'s fields: their names, types, de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from .errors import ConfigError
+from .utils.flags import option
 from .utils.hardware import Hardware
 from .utils.torch_utils import DTYPES, parse_dtype
 
 __all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
 
 
-def _flag(default: Any, help: str, *, aliases: Sequence[str] = (), choices: Sequence[str] = ()) -> Any:
-    return field(
-        default=default,
-        metadata={"help": help, "aliases": tuple(aliases), "choices": tuple(choices)},
-    )
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """How to run a model. None means: chosen by `resolve` from the machine and the model."""
 
-    dtype: str = _flag("auto", "type of weights and KV cache", choices=("auto", *DTYPES))
-    device: str = _flag("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
-    max_model_len: int | None = _flag(
+    dtype: str = option("auto", "type of weights and KV cache", choices=("auto", *DTYPES))
+    device: str = option("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens", aliases=("--context-length",)
     )
-    page_size: int = _flag(16, "tokens in a page of the KV cache", aliases=("--block-size",))
-    num_pages: int | None = _flag(None, "pages of the KV cache instead of what fits in memory")
-    memory_ratio: float | None = _flag(
+    page_size: int = option(16, "tokens in a page of the KV cache", aliases=("--block-size",))
+    num_pages: int | None = option(None, "pages of the KV cache instead of what fits in memory")
+    memory_ratio: float | None = option(
         None,
         "share of the available memory that the engine may use (default: 0.9 on CUDA; on CPU, "
         "0.3 for the KV cache)",
         aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
     )
-    max_running_requests: int | None = _flag(
-        None, "most requests in one batch (default: 64 on CPU, 256 on CUDA)",
+    max_running_requests: int | None = option(
+        None,
+        "most requests in one batch (default: 64 on CPU, 256 on CUDA)",
         aliases=("--max-num-seqs",),
     )
-    max_prefill_length: int | None = _flag(
-        None, "tokens computed in one step, decoding included (default: 1024 on CPU, 8192 on CUDA)",
+    max_prefill_length: int | None = option(
+        None,
+        "tokens computed in one step, decoding included (default: 1024 on CPU, 8192 on CUDA)",
         aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
     )
-    cache: str = _flag("naive", "prefix cache; naive shares nothing", choices=("naive",))
-    attn: str = _flag("auto", "attention backend", choices=("auto", "torch"))
-    logprobs_mode: str = _flag(
-        "raw", "log-probabilities of the model's logits or of the distribution sampled from",
+    cache: str = option("naive", "prefix cache; naive shares nothing", choices=("naive",))
+    attn: str = option("auto", "attention backend", choices=("auto", "torch"))
+    logprobs_mode: str = option(
+        "raw",
+        "log-probabilities of the model's logits or of the distribution sampled from",
         choices=("raw", "processed"),
     )
-    threads: int | None = _flag(None, "CPU threads (default: the CPUs this process may use)")
-    tp: int = _flag(
-        1, "tensor-parallel ranks; this version runs 1",
+    threads: int | None = option(
+        None, "CPU threads (default: OMP_NUM_THREADS, or the CPUs this process may use)"
+    )
+    tp: int = option(
+        1,
+        "tensor-parallel ranks; this version runs 1",
         aliases=("--tensor-parallel-size", "--tp-size"),
     )
 
@@ -72,8 +71,15 @@ class EngineConfig:
                 raise ConfigError(
                     f"{_name(item.name)} = {value!r}: choose from {', '.join(choices)}"
                 )
-        for name in ("max_model_len", "page_size", "num_pages", "max_running_requests",
-                     "max_prefill_length", "threads", "tp"):
+        for name in (
+            "max_model_len",
+            "page_size",
+            "num_pages",
+            "max_running_requests",
+            "max_prefill_length",
+            "threads",
+            "tp",
+        ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{_name(name)} = {value!r} must be an integer of at least 1")
@@ -144,11 +150,15 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
     running_default, budget_default = (64, 1024) if cpu else (256, 8192)
     budget = choose(
-        "max_prefill_length", config.max_prefill_length,
-        max(budget_default, config.max_running_requests or 0), f"default on {device}",
+        "max_prefill_length",
+        config.max_prefill_length,
+        max(budget_default, config.max_running_requests or 0),
+        f"default on {device}",
     )
     running = choose(
-        "max_running_requests", config.max_running_requests, min(running_default, budget),
+        "max_running_requests",
+        config.max_running_requests,
+        min(running_default, budget),
         f"default on {device}, at most max_prefill_length",
     )
     if running > budget:
@@ -169,7 +179,9 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         max_running_requests=running,
         max_prefill_length=budget,
         attn=choose(
-            "attn", None if config.attn == "auto" else config.attn, "torch",
+            "attn",
+            None if config.attn == "auto" else config.attn,
+            "torch",
             "the only backend of this version",
         ),
         logprobs_mode=config.logprobs_mode,
@@ -180,5 +192,3 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
 
 def _name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
-
-

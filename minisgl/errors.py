@@ -1,13 +1,13 @@
 """Every error minisgl raises on purpose.
 
     MinisglError
-    ├── InvalidRequestError   (ValueError)   one request's prompt or parameter; others go on
-    │   └── ChatTemplateError                the chat template refused or failed on the messages
-    ├── ConfigError           (ValueError)   a flag, a config field, or a size this machine can't hold
+    ├── InvalidRequestError    (ValueError)     one request's prompt or parameter; others go on
+    │   └── ChatTemplateError                   the template refused or failed on the messages
+    ├── ConfigError            (ValueError)     a flag, or a size that this machine can't hold
     └── ModelError
         ├── ModelNotFoundError (FileNotFoundError)  no such folder, file, or hub id
-        ├── UnsupportedModelError (ValueError)      architecture, activation, RoPE type, ... not known
-        └── CheckpointError   (RuntimeError)        weights missing, left over, misshapen, unreadable
+        ├── UnsupportedModelError (ValueError)  unknown architecture, activation, RoPE type, ...
+        └── CheckpointError    (RuntimeError)   weights missing, left over, misshapen, unreadable
 
 Each message says what is wrong, which value it was, and what to change. The command line
 prints it as one line and exits with code 2; the built-in base class beside each name lets

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import InvalidRequestError
+from .utils.flags import option
 
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "MAX_N", "MAX_STOPS", "SamplingParams"]
 
@@ -26,43 +27,41 @@ class SamplingParams:
     (see `resolve_defaults`). Values out of range raise `InvalidRequestError` at once.
     """
 
-    max_tokens: int | None = None
-    """Most tokens to generate, at least 1. None: 16 for a plain prompt, what fits for a chat."""
-    temperature: float | None = None
-    """0 to 2; 0 (and anything below 1e-5) is greedy."""
-    top_p: float | None = None
-    """Keep the fewest most likely tokens whose probabilities reach this, in (0, 1]."""
-    top_k: int | None = None
-    """Keep this many most likely tokens; -1 or 0 keeps all."""
-    min_p: float | None = None
-    """Keep tokens at least this likely relative to the most likely one, in [0, 1]."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token generated so far, in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Subtracted for each time a token was generated so far, in [-2, 2]."""
-    repetition_penalty: float | None = None
-    """Divides (multiplies, if negative) the logits of tokens in prompt and output; above 0."""
-    n: int = 1
-    """Sequences to generate for the prompt, 1 to 128."""
-    seed: int | None = None
-    """64-bit seed; None draws one for each request."""
-    stop: Sequence[str] = ()
-    """Strings that end the text, at most 16; a single string is taken as a list of one."""
-    stop_token_ids: Sequence[int] = ()
-    """Token ids that end the sequence besides the model's EOS ids."""
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    """Go on after an EOS id until another reason to stop."""
-    min_tokens: int = 0
-    """No EOS or stop id is generated before this many tokens; at most `max_tokens`."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids, each in [-100, 100]."""
-    logprobs: int | None = None
-    """Return the log-probability of each generated token and of this many most likely, 0 to 20."""
-    prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    max_tokens: int | None = option(
+        None, "most tokens to generate (default: 16 for a plain prompt, what fits for a chat)"
+    )
+    temperature: float | None = option(None, "0 to 2; 0 and anything below 1e-5 is greedy")
+    top_p: float | None = option(
+        None, "keep the fewest most likely tokens whose probabilities reach this, in (0, 1]"
+    )
+    top_k: int | None = option(None, "keep this many most likely tokens; -1 or 0 keeps all")
+    min_p: float | None = option(
+        None, "keep tokens at least this likely relative to the most likely one, 0 to 1"
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted once from the logit of each token generated so far, -2 to 2"
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted for each time a token was generated so far, -2 to 2"
+    )
+    repetition_penalty: float | None = option(
+        None, "divides (multiplies, if negative) the logits of tokens in prompt and output; above 0"
+    )
+    n: int = option(1, "sequences to generate for the prompt, 1 to 128")
+    seed: int | None = option(None, "64-bit seed; without one, each request draws its own")
+    stop: Sequence[str] = option((), "string that ends the text; up to 16")
+    stop_token_ids: Sequence[int] = option((), "token id that ends the text besides EOS")
+    include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
+    ignore_eos: bool = option(False, "go on after an EOS id")
+    min_tokens: int = option(0, "no EOS or stop id before this many tokens; at most max_tokens")
+    logit_bias: Mapping[int, float] = option(
+        factory=dict, help="added to the logits of these token ids, each in [-100, 100]"
+    )
+    logprobs: int | None = option(
+        None, "return log-probabilities of each token and this many most likely, 0 to 20"
+    )
+    prompt_logprobs: int | None = option(None, "the same for the prompt's tokens, 0 to 20")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -119,7 +118,11 @@ class SamplingParams:
         `max_tokens` is the default length; it grows to `min_tokens` when that is more.
         """
         values: dict[str, Any] = {
-            "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
         }
         for name in values:
             given = model_defaults.get(name)
@@ -169,7 +172,12 @@ def _integer(
 
 
 def _number(
-    name: str, value: object, low: float, high: float, *, optional: bool = True,
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    optional: bool = True,
     open_low: bool = False,
 ) -> None:
     if value is None and optional:

@@ -157,15 +157,17 @@ class TorchBackend:
         return 0 if window is None else max(0, position + 1 - window) // self._page_size
 
     def _bucket(
-        self, batch: Batch, members: list[int], ends: list[int], table: torch.Tensor,
+        self,
+        batch: Batch,
+        members: list[int],
+        ends: list[int],
+        table: torch.Tensor,
         window: int | None,
     ) -> _Decode:
         device, size = table.device, self._page_size
         lengths = [batch.reqs[i].device_len for i in members]
         firsts = [self._first_page(n - 1, window) for n in lengths]
-        count = max(
-            div_ceil(n, size) - first for n, first in zip(lengths, firsts, strict=True)
-        )
+        count = max(div_ceil(n, size) - first for n, first in zip(lengths, firsts, strict=True))
         base = torch.tensor(firsts, device=device)
         columns = base[:, None] + torch.arange(count, device=device)  # [b, count]
         rows = torch.tensor(members, device=device)[:, None]

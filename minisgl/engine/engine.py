@@ -1,9 +1,9 @@
 """`Engine`: one worker that turns batches into tokens.
 
-    launch(batch):  prepare    ids, positions, slots, attention metadata on the device
-                    run        model.forward() under the batch's context
-                    sample     one token for each request that reached its last token
-                    deliver    tokens into the token pool; logprobs and ids to the host later
+launch(batch):  prepare    ids, positions, slots, attention metadata on the device
+                run        model.forward() under the batch's context
+                sample     one token for each request that reached its last token
+                deliver    tokens into the token pool; logprobs and ids to the host later
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class Engine:
         self._device = config.device
         self.model = _load_model(model_path, model_config, config)
         heads = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
-        shape = KVShape(
-            model_config.num_layers, heads[1], model_config.head_dim, config.page_size
-        )
+        shape = KVShape(model_config.num_layers, heads[1], model_config.head_dim, config.page_size)
         self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
         self._make_tables(shape, self.plan.num_pages, self.plan.max_model_len)
         logger.info(self.plan.reason)
@@ -130,16 +128,14 @@ class Engine:
         config, rows = self.config, self.config.max_running_requests
         self._pool = KVPool(shape, num_pages, config.dtype, self._device)
         self._page_table = torch.full(
-            (rows, div_ceil(max_len, config.page_size)), self._pool.dummy_page,
-            dtype=torch.int32, device=self._device,
+            (rows, div_ceil(max_len, config.page_size)),
+            self._pool.dummy_page,
+            dtype=torch.int32,
+            device=self._device,
         )
         # One more column: the token after the last one is written before the request ends.
-        self._token_pool = torch.zeros(
-            (rows, max_len + 1), dtype=torch.int32, device=self._device
-        )
-        windows = [
-            self.model_config.layer_window(i) for i in range(self.model_config.num_layers)
-        ]
+        self._token_pool = torch.zeros((rows, max_len + 1), dtype=torch.int32, device=self._device)
+        windows = [self.model_config.layer_window(i) for i in range(self.model_config.num_layers)]
         self._ctx = Context(config.page_size, TorchBackend(self._pool, self._page_table, windows))
         self._sampler = Sampler(
             self.model_config.vocab_size, self._device, self._token_pool, config.logprobs_mode
@@ -152,8 +148,14 @@ class Engine:
         params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
         self._make_tables(shape, pages, length)
         req = Req(
-            uid=0, token_ids=[0] * length, prompt_len=length, params=params, max_len=length + 1,
-            row=0, pages=list(range(pages)), device_len=length,
+            uid=0,
+            token_ids=[0] * length,
+            prompt_len=length,
+            params=params,
+            max_len=length + 1,
+            row=0,
+            pages=list(range(pages)),
+            device_len=length,
         )
         self.attach(req)
         self.set_pages(0, 0, req.pages)
@@ -169,9 +171,7 @@ class Engine:
         return peak + 8 * logits
 
 
-def _load_model(
-    model_path: str, model_config: ModelConfig, config: ResolvedConfig
-) -> BaseLLMModel:
+def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> BaseLLMModel:
     set_rope_device(config.device)
     with torch.device("meta"), torch_dtype(config.dtype):
         model = create_model(model_config)

@@ -25,9 +25,7 @@ class PoolPlan:
     reason: str
 
 
-def plan_pool(
-    config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[], int]
-) -> PoolPlan:
+def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[], int]) -> PoolPlan:
     """Size the pool from what is free after the weights.
 
     `measure_peak` runs the largest forward on a CUDA device and returns the bytes it needed

@@ -96,8 +96,11 @@ class Sampler:
         in_prompt = column < prompts.unsqueeze(1)
         in_output = ~in_prompt & (column < lengths.unsqueeze(1))
         penalties = [
-            [req.params.repetition_penalty or 1.0, req.params.presence_penalty,
-             req.params.frequency_penalty]
+            [
+                req.params.repetition_penalty or 1.0,
+                req.params.presence_penalty,
+                req.params.frequency_penalty,
+            ]
             for req in reqs
         ]
         return sampling.apply_penalties(
@@ -154,7 +157,9 @@ def logprob_entries(
     """`TokenLogprobs` of each row of what `ranked_logprobs` returned, `tops[i]` alternatives."""
     own, rank, values, ids = (x.tolist() for x in ranked)
     return [
-        TokenLogprobs(token, own[i], rank[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
+        TokenLogprobs(
+            token, own[i], rank[i], tuple(zip(ids[i][:top], values[i][:top], strict=True))
+        )
         for i, (token, top) in enumerate(zip(tokens, tops, strict=True))
     ]
 

@@ -34,9 +34,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def token_counts(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """How often each id occurs in each row of `tokens [B, L]` (padded with -1): `[B, V]` int32."""
-    counts = torch.zeros(
-        (tokens.shape[0], vocab_size + 1), dtype=torch.int32, device=tokens.device
-    )
+    counts = torch.zeros((tokens.shape[0], vocab_size + 1), dtype=torch.int32, device=tokens.device)
     index = torch.where(tokens < 0, vocab_size, tokens)  # padding goes to an extra column
     counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))
     return counts[:, :vocab_size]

@@ -36,7 +36,9 @@ def prefill_attention(
     `mask [n, L]` is added to the scores; None means causal with n = L. Returns `[n, Hq, D]`.
     """
     out = F.scaled_dot_product_attention(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        q.transpose(0, 1).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
         attn_mask=mask,
         is_causal=mask is None,
         enable_gqa=q.shape[1] != k.shape[1],

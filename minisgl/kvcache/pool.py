@@ -40,8 +40,14 @@ class KVPool:
         # Zeros: masked scores multiply what lies in unused slots, and 0 * NaN is NaN. On CPU
         # the system hands out zeroed pages when they are first touched, at no cost here.
         self.data = torch.zeros(
-            (2, shape.num_layers, num_pages + 1, shape.page_size, shape.num_kv_heads,
-             shape.head_dim),
+            (
+                2,
+                shape.num_layers,
+                num_pages + 1,
+                shape.page_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+            ),
             dtype=dtype,
             device=device,
         )

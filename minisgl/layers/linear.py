@@ -47,9 +47,7 @@ def local_heads(num_qo_heads: int, num_kv_heads: int) -> tuple[int, int]:
 class _Linear(BaseOP):
     """Weights `[local_output_size, local_input_size]` and, when there is one, the bias."""
 
-    def __init__(
-        self, full: tuple[int, int], local: tuple[int, int], has_bias: bool
-    ) -> None:
+    def __init__(self, full: tuple[int, int], local: tuple[int, int], has_bias: bool) -> None:
         self.full_input_size, self.full_output_size = full
         self.local_input_size, self.local_output_size = local
         self.weight = torch.empty(self.local_output_size, self.local_input_size)

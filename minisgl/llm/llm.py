@@ -160,9 +160,7 @@ class LLM:
                     self._step(progress)
         finally:
             self._forget(live)
-        return [
-            self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)
-        ]
+        return [self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
     def _stream(self, sequence: Sequence) -> Iterator[StreamChunk]:
         try:
@@ -260,5 +258,3 @@ def _naming(index: int, count: int) -> Iterator[None]:
         if count > 1:
             error.args = (f"prompt {index}: {error.args[0]}", *error.args[1:])
         raise
-
-

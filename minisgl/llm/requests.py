@@ -23,12 +23,11 @@ def as_prompt_list(prompts: Prompts) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise InvalidRequestError(
-            f"prompts is a {type(prompts).__name__}: give a string, token ids, or a list of "
-            "either",
+            f"prompts is a {type(prompts).__name__}: give a string, token ids, or a list of either",
             param="prompt",
         )
     if prompts and all(type(item) is int for item in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
+        return [list(prompts)]
     return [item if isinstance(item, str) else _ids(item) for item in prompts]
 
 
@@ -72,9 +71,7 @@ class RequestBuilder:
                 "stop strings need a tokenizer, which this model lacks: use stop_token_ids",
                 param="stop",
             )
-        return params.resolve_defaults(
-            self.info.generation_defaults, max_tokens=default_max_tokens
-        )
+        return params.resolve_defaults(self.info.generation_defaults, max_tokens=default_max_tokens)
 
     def build(self, first_uid: int, token_ids: list[int], params: SamplingParams) -> list[Req]:
         """The `n` requests of a prompt, with consecutive uids; `params` are complete."""

@@ -143,9 +143,7 @@ def _rotary(config: Any, head_dim: int) -> RotaryConfig:
     scaling = parameters or dict(getattr(config, "rope_scaling", None) or {})
     base = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     partial = scaling.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
-    scaling = {
-        k: v for k, v in scaling.items() if k not in ("rope_theta", "partial_rotary_factor")
-    }
+    scaling = {k: v for k, v in scaling.items() if k not in ("rope_theta", "partial_rotary_factor")}
     max_position = _need(config, "max_position_embeddings")
     return RotaryConfig(
         head_dim=head_dim,
@@ -156,7 +154,7 @@ def _rotary(config: Any, head_dim: int) -> RotaryConfig:
     )
 
 
-def _biases(config: Any) -> dict[str, bool]:
+def _biases(config: Any) -> dict[str, Any]:
     if config.model_type == "qwen2":  # its config has no field for the bias it always has
         return {"attention_bias": True, "output_bias": False, "mlp_bias": False}
     bias = bool(getattr(config, "attention_bias", False))
@@ -180,10 +178,12 @@ def _window(config: Any) -> dict[str, Any]:
 
 
 def _experts(config: Any) -> dict[str, Any]:
-    if not getattr(config, "num_experts", None):
+    # transformers 5 writes num_local_experts, the published configs have num_experts.
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not num_experts:
         return {}
     return {
-        "num_experts": config.num_experts,
+        "num_experts": num_experts,
         "num_experts_per_tok": _need(config, "num_experts_per_tok"),
         "moe_intermediate_size": _need(config, "moe_intermediate_size"),
         "norm_topk_prob": bool(getattr(config, "norm_topk_prob", False)),

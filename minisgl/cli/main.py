@@ -1,0 +1,67 @@
+"""Parse the command line, run the command, turn errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from minisgl import __version__
+from minisgl.errors import MinisglError
+from minisgl.utils.logger import configure_logging
+
+from . import bench, chat, generate, inspect
+from .flags import Parser
+
+__all__ = ["main"]
+
+_COMMANDS = (generate, chat, inspect, bench)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each command's module adds its own."""
+    parser = Parser(prog="minisgl", description="A compact LLM inference engine.")
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
+    commands = parser.add_subparsers(
+        metavar="COMMAND", required=True, dest="command", parser_class=Parser
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show stack traces of errors")
+    common.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning", "error"),
+        help="what to log on stderr",
+    )
+    for command in _COMMANDS:
+        command.add_parser(commands, common)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (a fault of ours), 2 (a user's), 130."""
+    arguments = build_parser().parse_args(argv)
+    configure_logging(arguments.log_level)
+    try:
+        arguments.run(arguments)
+    except MinisglError as error:
+        return _fail(arguments, str(error), 2)
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", 130)
+    except BrokenPipeError:  # the reader of our output went away: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        kind = type(error).__name__
+        return _fail(arguments, f"{kind}: {error}; --debug shows where it came from", 1)
+    return 0
+
+
+def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
+    if arguments.debug:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    print(f"minisgl {arguments.command}: error: {line}", file=sys.stderr)
+    return code

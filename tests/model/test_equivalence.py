@@ -1,0 +1,233 @@
+"""Greedy tokens and logits equal those of `transformers`, for every architecture and variant.
+
+The models are tiny and random, in float32. Greedy ids can only be compared where the two best
+logits are further apart than both implementations' error; that is asserted first, and seeds
+are such that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.errors import ConfigError
+from tests.helpers import (
+    LOGIT_ATOL,
+    TINY,
+    assert_close,
+    engine_logits,
+    hf_greedy,
+    hf_logits,
+    make_engine,
+    random_prompts,
+    save,
+    tiny_hf_model,
+)
+
+MAX_TOKENS = 64
+# One token, one page and one token (pages of 16), and some pages.
+PROMPTS = random_prompts([1, 17, 40], TINY["vocab_size"], seed=5)
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Shorter than the prompts, so that the window moves during prefill and during decoding.
+WINDOW = {"sliding_window": 9}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(base: float = 10000.0, **scaling: Any) -> dict[str, Any]:
+    """The field of transformers 5, which holds base and scaling."""
+    return {"rope_parameters": {"rope_theta": base, "rope_type": "default", **scaling}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama-gelu-tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-base": ("llama", rope(500000.0)),
+    "llama-linear": ("llama", rope(rope_type="linear", factor=4.0)),
+    "llama-dynamic": ("llama", rope(rope_type="dynamic", factor=4.0)),
+    "llama-llama3": ("llama", {"tie_word_embeddings": True, **rope(500000.0, **LLAMA3)}),
+    "llama-yarn": ("llama", rope(**YARN)),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {**WINDOW, "head_dim": 24}),
+    "mistral-tied-window": ("mistral", {**WINDOW, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, **WINDOW}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
+    "qwen2-yarn": ("qwen2", rope(1e6, **YARN)),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-window": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 2, **WINDOW},
+    ),
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, **rope(1e6, **YARN)}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **MOE}),
+    "qwen3-moe-dense-first": (
+        "qwen3_moe",
+        {"head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": False, **MOE},
+    ),
+    "qwen3-moe-every-second": (
+        "qwen3_moe",
+        {"head_dim": 16, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3],
+         "norm_topk_prob": True, "tie_word_embeddings": True, "attention_bias": True, **MOE},
+    ),
+    "qwen3-moe-window": (
+        "qwen3_moe", {"head_dim": 16, "use_sliding_window": True, **WINDOW, **MOE},
+    ),
+}  # fmt: skip
+SEEDS = {"llama-yarn": 1, "mistral-tied-window": 1}
+"""Where seed 0 makes two logits nearly tie somewhere."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, and far slower when a core is taken."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_same_greedy(model: Any, folder: str) -> None:
+    """The engine's batch of all prompts gives what transformers gives for each alone."""
+    with LLM(folder, dtype="float32", num_pages=64, max_prefill_length=64, threads=1) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        theirs = hf_greedy(model, prompt, MAX_TOKENS)
+        # Each side may be off by the tolerance, in opposite directions.
+        assert theirs.smallest_gap > 2 * LOGIT_ATOL, "the model's seed makes a near-tie"
+        assert output.token_ids == theirs.token_ids
+        assert len(output.token_ids) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[case]
+    model = tiny_hf_model(model_type, SEEDS.get(case, 0), **changes)
+    assert_same_greedy(model, save(model, tmp_path))
+
+
+# The same models under the configs of other times: null and absent fields, the 4.x layout.
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "head-dim-null": ("llama", {}, {"head_dim": None}),
+    "head-dim-absent": ("mistral", WINDOW, {"head_dim": ...}),
+    "kv-heads-absent": ("llama", {"num_key_value_heads": 4}, {"num_key_value_heads": ...}),
+    "4.x-default": (
+        "qwen3", {"head_dim": 32, **rope(1e6)},
+        {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": None},
+    ),
+    "4.x-yarn": (
+        "qwen2", rope(1e6, **YARN),
+        {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+    "4.x-type": (
+        "llama", rope(20000.0, rope_type="linear", factor=4.0),
+        {"rope_parameters": ..., "rope_theta": 20000.0,
+         "rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "4.x-experts": ("qwen3_moe", {"head_dim": 16, **MOE},
+                    {"num_local_experts": ..., "num_experts": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_greedy_ids_do_not_depend_on_how_the_config_is_written(case: str, tmp_path: Path) -> None:
+    model_type, changes, fields = CONFIGS[case]
+    model = tiny_hf_model(model_type, SEEDS.get(case, 0), **changes)
+    assert_same_greedy(model, save(model, tmp_path, **fields))
+
+
+LENGTH = 8192
+POSITIONS = [0, 1, 100, 1023, 1024, 2047, 4095, 5000, 8191]
+LONG: dict[str, Any] = {
+    "max_position_embeddings": LENGTH, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+FROM_1K = {"original_max_position_embeddings": 1024}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": rope(1e6),
+    "linear": rope(rope_type="linear", factor=4.0),
+    "dynamic": rope(rope_type="dynamic", factor=4.0),
+    "llama3": rope(500000.0, **{**LLAMA3, **FROM_1K}),
+    "yarn": rope(1e6, **{**YARN, **FROM_1K, "factor": 8.0}),
+    "yarn-overrides": rope(
+        10000.0, **{**YARN, **FROM_1K, "factor": 8.0}, attention_factor=1.3, beta_fast=16.0,
+        beta_slow=2.0, truncate=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_prompt() -> list[int]:
+    return random_prompts([LENGTH], TINY["vocab_size"], seed=9)[0]
+
+
+@pytest.fixture(scope="module")
+def unscaled(long_prompt: list[int]) -> torch.Tensor:
+    """Logits of the same weights with plain RoPE: what a variant that is ignored would give."""
+    return hf_logits(tiny_hf_model("llama", **LONG), long_prompt, POSITIONS)
+
+
+@pytest.mark.parametrize("variant", ROPES)
+def test_logits_equal_transformers_up_to_8k(
+    variant: str, long_prompt: list[int], unscaled: torch.Tensor, tmp_path: Path
+) -> None:
+    model = tiny_hf_model("llama", **LONG, **ROPES[variant])
+    theirs = hf_logits(model, long_prompt, POSITIONS)
+    engine = make_engine(
+        save(model, tmp_path),
+        dtype="float32",
+        num_pages=LENGTH // 16,
+        max_model_len=LENGTH,
+        threads=1,
+    )
+    ours = engine_logits(engine, long_prompt, POSITIONS, chunk=1500)
+    engine.close()
+    assert_close(ours, theirs, LOGIT_ATOL, variant)
+    if variant == "dynamic":  # plain RoPE up to max_position_embeddings
+        assert_close(ours, unscaled, LOGIT_ATOL, variant)
+    else:  # were the variant ignored, the test would see it at any position but the first
+        assert (theirs - unscaled)[1:].abs().amax(dim=-1).min() > 100 * LOGIT_ATOL
+
+
+def test_a_window_is_exact_to_the_token(tmp_path: Path) -> None:
+    # Greedy ids might survive a window off by one; logits at its edge do not.
+    prompt = random_prompts([40], TINY["vocab_size"], seed=3)[0]
+    model = tiny_hf_model("mistral", **WINDOW)
+    positions = list(range(40))
+    theirs = hf_logits(model, prompt, positions)
+    for window, same in ((9, True), (8, False), (10, False)):
+        folder = save(model, tmp_path / str(window), sliding_window=window)
+        engine = make_engine(folder, dtype="float32", num_pages=8, threads=1)
+        # Whole, and in chunks that end inside, at and beyond the window.
+        for chunk in (40, 7, 9):
+            ours = engine_logits(engine, prompt, positions, chunk)
+            if same:
+                assert_close(ours, theirs, LOGIT_ATOL, f"chunk {chunk}")
+            else:
+                first = min(window, 9)  # positions below it see all keys either way
+                assert_close(ours[:first], theirs[:first], LOGIT_ATOL)
+                assert (ours[first] - theirs[first]).abs().max() > 100 * LOGIT_ATOL
+        engine.close()
+
+
+def test_dynamic_ntk_is_refused_beyond_its_context(tmp_path: Path) -> None:
+    folder = save(tiny_hf_model("llama", **CASES["llama-dynamic"][1]), tmp_path)
+    with pytest.raises(ConfigError, match="context is 256, and beyond it dynamic NTK angles"):
+        LLM(folder, dtype="float32", max_model_len=257)
