@@ -28,7 +28,7 @@ from minisgl.scheduler import Limits, Scheduler
 from minisgl.utils.hardware import Hardware
 
 PAGE_SIZE, NUM_PAGES = 4, 7
-LIMITS = Limits(max_running_requests=3, token_budget=8, max_model_len=32)
+LIMITS = Limits(max_running_requests=3, token_budget=8, max_model_len=24)
 LENGTHS = [(5, 9), (10, 6), (3, 4), (6, 3)]  # tokens of prompt and output of each request
 
 

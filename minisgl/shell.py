@@ -26,6 +26,8 @@ from minisgl.errors import InvalidRequestError
 from minisgl.params import SamplingParams
 
 if TYPE_CHECKING:
+    from prompt_toolkit.completion import WordCompleter
+
     from minisgl.llm import LLM, StreamChunk
 
 __all__ = ["Shell"]
@@ -144,9 +146,11 @@ class Shell:
             )
         elif argument and not _COMMANDS[name][0]:
             self._error(f"{name} takes no argument, it was given {argument!r}")
-        elif name in self._actions:
+        elif name == "/exit":
+            return True
+        else:
             self._actions[name](argument)
-        return name == "/exit"
+        return False
 
     # -- commands --------------------------------------------------------------------------
 
@@ -187,8 +191,8 @@ class Shell:
             output = sum(answer.output_tokens for answer in answers)
             first_s = sum(answer.first_s for answer in answers)
             self._say(
-                f"{title:<13} {prompt} prompt + {output} output tokens, first after "
-                f"{first_s:.2f} s, then {_rate(answers)}"
+                f"{title:<13} {prompt} prompt + {output} output tokens, "
+                f"prefill {first_s:.2f} s, decode {_rate(answers)}"
             )
 
     def _show_help(self, _: str) -> None:
@@ -233,11 +237,8 @@ class Shell:
         """Generate and print; closes the stream whatever happens, which aborts its request."""
         answer = _Answer(len(ids))
         start = time.perf_counter()
-        stream = cast(
-            "Generator[StreamChunk, None, None]", self._llm.stream(ids, self._params, chat=True)
-        )
         try:
-            with _deferred_interrupt() as stop, closing(stream):
+            with _deferred_interrupt() as stop, closing(self._start(ids)) as stream:
                 for chunk in stream:
                     elapsed_s = time.perf_counter() - start
                     if answer.output_tokens == 0:
@@ -255,6 +256,10 @@ class Shell:
             if answer.text and not answer.text.endswith("\n"):
                 self._write("\n")
         return answer
+
+    def _start(self, ids: list[int]) -> Generator[StreamChunk, None, None]:
+        stream = self._llm.stream(ids, self._params, chat=True)
+        return cast("Generator[StreamChunk, None, None]", stream)  # it can be closed
 
     def _note(self, answer: _Answer) -> str:
         """What to tell about how an answer ended, if anything."""
@@ -332,8 +337,8 @@ def _parse_params(text: str) -> dict[str, Any]:
     so it may hold blanks.
     """
     changes: dict[str, Any] = {}
-    for part in re.split(r"\s+(?=\w+=)", text):
-        name, equals, value = part.partition("=")
+    for part in re.split(r"\s+(?=\w+\s*=)", text):
+        name, equals, value = map(str.strip, part.partition("="))
         if not equals:
             raise InvalidRequestError(f"{part!r} is not of the form NAME=VALUE")
         if name not in _PARAMS:
@@ -382,9 +387,13 @@ def _stdin_line() -> str:
 
 def _terminal_reader() -> Callable[[], str]:
     from prompt_toolkit import PromptSession  # only terminals need it
+
+    session: PromptSession[str] = PromptSession(completer=_completer())
+    return lambda: session.prompt("> ")
+
+
+def _completer() -> WordCompleter:
     from prompt_toolkit.completion import WordCompleter
 
     # `sentence`: the words are compared with the whole line, so only a leading / completes.
-    words = WordCompleter(list(_COMMANDS), sentence=True)
-    session: PromptSession[str] = PromptSession(completer=words)
-    return lambda: session.prompt("> ")
+    return WordCompleter(list(_COMMANDS), sentence=True)

@@ -7,7 +7,6 @@ are such that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +89,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", {"head_dim": 16, "use_sliding_window": True, **WINDOW, **MOE},
     ),
 }  # fmt: skip
-SEEDS = {"llama-yarn": 1, "mistral-tied-window": 1}
+SEEDS = {"llama-yarn": 2, "mistral-tied-window": 1}
 """Where seed 0 makes two logits nearly tie somewhere."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and far slower when a core is taken."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_same_greedy(model: Any, folder: str) -> None:
