@@ -20,8 +20,7 @@ import time
 import torch
 
 from minisgl.layers import set_rope_device
-from minisgl.models import ModelConfig, create_model, load_weight
-from minisgl.models.checkpoint import load_model_info
+from minisgl.models import ModelConfig, create_model, load_model_info, load_weight
 from minisgl.utils import torch_dtype
 
 FIRST = 6

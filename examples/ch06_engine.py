@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import EngineConfig, resolve
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine import Engine
-from minisgl.models.checkpoint import load_model_info
+from minisgl.models import load_model_info
 from minisgl.utils.hardware import Hardware
 
 PROMPT = [17, 4, 256, 99, 3, 1024]
@@ -36,7 +36,7 @@ def main() -> None:
         EngineConfig(dtype="float32", page_size=4, num_pages=8, max_model_len=32,
                      max_running_requests=2),
         Hardware.detect(),
-        ModelFacts(info.dtype, info.config.rotary_config.max_context),
+        info.facts(),
     )  # fmt: skip
     engine = Engine(path, info.config, config)
     print("\n".join((*config.reasons, engine.plan.reason)), end="\n\n")

@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import EngineConfig, resolve
 from minisgl.core import Batch, Executor, PendingStep, Req, SamplingParams, StepOutput
 from minisgl.engine import Engine
 from minisgl.kvcache import NaiveCache
-from minisgl.models.checkpoint import load_model_info
+from minisgl.models import load_model_info
 from minisgl.scheduler import Limits, Scheduler
 from minisgl.utils.hardware import Hardware
 
@@ -104,7 +104,7 @@ def main() -> None:
                      max_model_len=LIMITS.max_model_len,
                      max_running_requests=LIMITS.max_running_requests),
         Hardware.detect(),
-        ModelFacts(info.dtype, info.config.rotary_config.max_context),
+        info.facts(),
     )  # fmt: skip
     print("step  batch on the engine                  tokens by request")
     real = serve(Engine(path, info.config, config))

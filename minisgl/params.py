@@ -184,7 +184,14 @@ def _number(
         return
     bounds = f"{'above' if open_low else 'at least'} {low:g}"
     bounds += "" if math.isinf(high) else f" and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
         raise _bad(name, value, f"must be a finite number {bounds}")
     if value < low or value > high or (open_low and value == low):
         raise _bad(name, value, f"must be {bounds}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False

@@ -258,7 +258,7 @@ class Shell:
         return answer
 
     def _start(self, ids: list[int]) -> Generator[StreamChunk, None, None]:
-        stream = self._llm.stream(ids, self._params, chat=True)
+        stream = self._llm.stream(ids, self._params, fill_context=True)
         return cast("Generator[StreamChunk, None, None]", stream)  # it can be closed
 
     def _note(self, answer: _Answer) -> str:

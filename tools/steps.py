@@ -55,6 +55,7 @@ STEPS = (
             "minisgl/core.py",
             "minisgl/errors.py",
             "minisgl/params.py",
+            "minisgl/config.py",
             "minisgl/utils/*.py",
             "minisgl/distributed/*.py",
             "minisgl/kernel/*.py",

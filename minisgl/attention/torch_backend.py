@@ -33,8 +33,8 @@ class _Decode:
     """Requests of one bucket: their tokens in the batch and the pages they read."""
 
     tokens: torch.Tensor  # [b] int64
-    pages: torch.Tensor  # [b * n] int64
-    length: int  # keys to keep of the n * page_size gathered
+    pages: torch.Tensor  # [b * P] int64
+    length: int  # keys to keep of the P * page_size gathered
     mask: torch.Tensor | None  # [b, 1, 1, length]
 
 
@@ -44,7 +44,7 @@ class _Chunk:
 
     start: int
     end: int
-    pages: torch.Tensor | None = None  # [n] int64
+    pages: torch.Tensor | None = None  # [P] int64
     length: int = 0
     mask: torch.Tensor | None = None  # [end - start, length]
 
@@ -60,7 +60,8 @@ class TorchMetadata:
     """Lengths and tables of a batch on the device, and the plan for each window.
 
     `cu_seqlens_q [B + 1]` and `seq_lens [B]` are int32: cumulative tokens in the batch, and
-    keys of each request after this step. `page_table [B, n]` are the requests' rows.
+    keys of each request after this step. `page_table [B, P]` are the requests' rows. This
+    backend reads its plans; a kernel would read the tables.
     """
 
     cu_seqlens_q: torch.Tensor

@@ -36,7 +36,7 @@ def bench_offline(
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} must be at least 1")
     with LLM(model, **vars(config)) as llm:
-        engine = llm._engine
+        engine = llm.engine
         other = None
         if compare:
             from .transformers_runner import TransformersRunner
@@ -166,8 +166,8 @@ def _compared(jobs: list[Job], row: dict[str, Any], seconds: list[float]) -> dic
 
 
 def _weights_read_bytes(llm: LLM) -> int:
-    config = llm._engine.model_config
-    weights = llm._engine.model.state_dict()
+    config = llm.engine.model_config
+    weights = llm.engine.model.state_dict()
     size = sum(t.numel() * t.element_size() for t in weights.values())
     if not config.tie_word_embeddings:  # only looked up, a row a token
         table = weights["model.embed_tokens.weight"]

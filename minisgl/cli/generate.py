@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         loaded = time.perf_counter()
         prompt, chat = _encode(llm, text, arguments)
         first, count = loaded, 0
-        for chunk in llm.stream(prompt, params, chat=chat):
+        for chunk in llm.stream(prompt, params, fill_context=chat):
             if count == 0:
                 first = time.perf_counter()
             count += len(chunk.token_ids)

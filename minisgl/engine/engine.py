@@ -16,9 +16,8 @@ import torch
 
 from minisgl.attention import TorchBackend
 from minisgl.config import ResolvedConfig
-from minisgl.core import Batch, Context, Req, SamplingParams, StepOutput
-from minisgl.kvcache import KVPool
-from minisgl.kvcache.pool import KVShape
+from minisgl.core import Batch, Context, Req, SamplingParams, StepOutput, TokenLogprobs
+from minisgl.kvcache import KVPool, KVShape
 from minisgl.layers import local_heads, set_rope_device
 from minisgl.models import ModelConfig, create_model, load_weight
 from minisgl.models.base import BaseLLMModel
@@ -48,23 +47,21 @@ class _Step:
     def result(self) -> StepOutput:
         """Wait for the device and read tokens and logprobs."""
         size = len(self.reqs)
-        output = StepOutput(
-            token_ids=[None] * size,
-            logprobs=[None] * size,
-            prompt_logprobs=self.prompt.by_request(size) if self.prompt else [[]] * size,
-        )
+        token_ids: list[int | None] = [None] * size
+        logprobs: list[TokenLogprobs | None] = [None] * size
         if self.sampled is not None:
             tokens = self.sampled.tokens.tolist()
             entries = self.sampled.entries([self.reqs[i] for i in self.sampling])
             for i, token, entry in zip(self.sampling, tokens, entries, strict=True):
-                output.token_ids[i], output.logprobs[i] = token, entry
-        return output
+                token_ids[i], logprobs[i] = token, entry
+        scored = self.prompt.by_request(size) if self.prompt else [[] for _ in range(size)]
+        return StepOutput(token_ids, logprobs, scored)
 
 
 class Engine:
     """The model, its KV pool, the page table and the token pool of one rank.
 
-    `token_pool [rows, max_len]` int32 holds every running request's tokens, `page_table
+    `token_pool [rows, max_len + 1]` int32 holds every running request's tokens, `page_table
     [rows, max_pages]` int32 its pages; a request's row is its place in both.
     """
 

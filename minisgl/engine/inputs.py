@@ -15,7 +15,7 @@ def fill_batch(
 ) -> None:
     """Set `input_ids`, `positions` and `out_loc`, each `[T]` int64.
 
-    `token_pool [rows, max_len]` and `page_table [rows, max_pages]` are int32. Token ids are
+    `token_pool [rows, max_len + 1]` and `page_table [rows, max_pages]` are int32. Token ids are
     read on the device, so that a step needs nothing of the one before on the host.
     """
     rows, positions = _token_coordinates(batch.reqs)

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.config import ResolvedConfig
 from minisgl.errors import ConfigError
-from minisgl.kvcache.pool import KVShape
+from minisgl.kvcache import KVShape
 from minisgl.utils import div_ceil
 from minisgl.utils.hardware import available_memory_bytes
 

@@ -42,7 +42,7 @@ class Sampler:
     def __init__(
         self, vocab_size: int, device: torch.device, token_pool: torch.Tensor, logprobs_mode: str
     ) -> None:
-        """`token_pool [rows, max_len]` int32 holds the tokens of every running request."""
+        """`token_pool [rows, max_len + 1]` int32 holds the tokens of every running request."""
         self._vocab_size = vocab_size
         self._device = device
         self._token_pool = token_pool

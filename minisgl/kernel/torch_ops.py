@@ -2,7 +2,7 @@
 
 The order of operations is Hugging Face's, so that in float32 RMSNorm and RoPE differ from
 `transformers` by exactly 0.0. Faster versions are tested against these. Shapes use the
-alphabet of docs/shapes.md: T tokens, B requests, H heads, D head size, V vocabulary.
+alphabet of docs/shapes.md: T tokens, B requests, Hq and Hk heads, D head size, I inner size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, statistics in float32.
 
-    `x [..., D]`, `weight [D]` of the same dtype; returns a new tensor like `x`.
+    `x [..., size]`, `weight [size]` of the same dtype; returns a new tensor like `x`.
     Source: Zhang and Sennrich 2019, with Llama's rounding to the input dtype before the weight.
     """
     wide = x.float()

@@ -15,6 +15,6 @@ from __future__ import annotations
 
 from .allocator import PageAllocator
 from .naive import NaiveCache
-from .pool import KVPool
+from .pool import KVPool, KVShape
 
-__all__ = ["KVPool", "NaiveCache", "PageAllocator"]
+__all__ = ["KVPool", "KVShape", "NaiveCache", "PageAllocator"]

@@ -30,7 +30,14 @@ from minisgl.kernel import apply_rope_inplace
 
 from .base import StateLessOP
 
-__all__ = ["ROPE_TYPES", "RotaryEmbedding", "get_rope", "max_context", "set_rope_device"]
+__all__ = [
+    "ROPE_TYPES",
+    "RotaryEmbedding",
+    "get_rope",
+    "max_context",
+    "rope_type",
+    "set_rope_device",
+]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "freq_factors")
 

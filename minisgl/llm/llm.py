@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from typing import Any
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import EngineConfig, resolve
 from minisgl.core import Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from minisgl.kvcache import NaiveCache
-from minisgl.layers.rotary import rope_type
-from minisgl.models.checkpoint import load_model_info
+from minisgl.models import load_model_info
 from minisgl.scheduler import Limits, Scheduler
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.hardware import Hardware
@@ -22,14 +20,13 @@ from minisgl.utils.logger import get_logger
 
 from .outputs import RequestOutput, StreamChunk
 from .progress import Progress
-from .requests import Prompts, RequestBuilder, as_prompt_list
+from .requests import Params, Prompts, RequestBuilder, as_prompt_list, naming_prompt, params_list
 from .sequence import Sequence
 
 __all__ = ["LLM"]
 
 logger = get_logger(__name__)
 
-Params = SamplingParams | SequenceOf[SamplingParams] | None
 Message = dict[str, Any]
 
 
@@ -48,21 +45,19 @@ class LLM:
         self.config = _engine_config(config)
         path = resolve_model_path(model)
         self.model_info = info = load_model_info(path)
-        rotary = info.config.rotary_config
-        facts = ModelFacts(info.dtype, rotary.max_context, rope_type(rotary.scaling))
-        resolved = resolve(self.config, Hardware.detect(), facts)
+        resolved = resolve(self.config, Hardware.detect(), info.facts())
         for reason in resolved.reasons:
             logger.info(reason)
         self.tokenizer = _load_tokenizer(path)
-        self._engine = Engine(path, info.config, resolved)
-        plan = self._engine.plan
+        self.engine = Engine(path, info.config, resolved)
+        plan = self.engine.plan
         self.max_model_len = plan.max_model_len
         self.scheduler = Scheduler(
-            self._engine,
+            self.engine,
             NaiveCache(plan.num_pages, resolved.page_size),
             Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
         )
-        eos = info.eos_token_ids
+        eos = info.eos_token_ids  # all sources count
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos |= {self.tokenizer.eos_token_id}
         self._builder = RequestBuilder(info, self.tokenizer, frozenset(eos))
@@ -80,7 +75,7 @@ class LLM:
         `params` is one for all or a list with one for each (another length raises). All
         prompts are checked before any runs; an error names the prompt's index.
         """
-        return self._generate(as_prompt_list(prompts), params, use_tqdm, chat=False)
+        return self._generate(as_prompt_list(prompts), params, use_tqdm, fill_context=False)
 
     def chat(
         self,
@@ -100,22 +95,29 @@ class LLM:
         conversations: list[Any] = given if several else [given]
         prompts = []
         for index, conversation in enumerate(conversations):
-            with _naming(index, len(conversations)):
+            with naming_prompt(index, len(conversations)):
                 prompts.append(self.encode_chat(conversation, **template_options))
-        return self._generate(prompts, params, use_tqdm, chat=True)
+        return self._generate(prompts, params, use_tqdm, fill_context=True)
 
     def stream(
-        self, prompt: str | list[int], params: SamplingParams | None = None, *, chat: bool = False
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        fill_context: bool = False,
     ) -> Iterator[StreamChunk]:
         """Generate one sequence and yield its text as it comes; closing the iterator aborts.
 
-        With `chat`, a missing `max_tokens` means what is left of the context.
+        The prompt is checked now and queued when the first chunk is asked for. With
+        `fill_context`, a missing `max_tokens` means what is left of the context, not 16.
         """
-        if params is not None and params.n != 1:
-            raise InvalidRequestError(f"n = {params.n}: a stream has one sequence", param="n")
-        [ids] = as_prompt_list(prompt)
-        reqs = self._make(ids, params or SamplingParams(), chat)
-        return self._stream(self._submit(reqs)[0])
+        prompts = as_prompt_list(prompt)
+        [one] = params_list(params, 1)
+        if len(prompts) != 1 or one.n != 1:
+            raise InvalidRequestError(
+                f"a stream has one sequence, not {len(prompts)} prompts with n = {one.n}"
+            )
+        return self._stream(self._make(prompts[0], one, fill_context))
 
     def encode_chat(self, messages: SequenceOf[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`."""
@@ -134,7 +136,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._sequences.clear()
-            self._engine.close()
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -145,13 +147,17 @@ class LLM:
     # -- inside ----------------------------------------------------------------------------
 
     def _generate(
-        self, prompts: SequenceOf[str | list[int]], params: Params, use_tqdm: bool, chat: bool
+        self,
+        prompts: SequenceOf[str | list[int]],
+        params: Params,
+        use_tqdm: bool,
+        fill_context: bool,
     ) -> list[RequestOutput]:
-        each = _params_list(params, len(prompts))
+        each = params_list(params, len(prompts))
         made = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            with _naming(index, len(prompts)):
-                made.append(self._make(prompt, one, chat))
+            with naming_prompt(index, len(prompts)):
+                made.append(self._make(prompt, one, fill_context))
         groups = [self._submit(reqs) for reqs in made]
         live = [sequence for group in groups for sequence in group]
         try:
@@ -162,7 +168,9 @@ class LLM:
             self._forget(live)
         return [self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
-    def _stream(self, sequence: Sequence) -> Iterator[StreamChunk]:
+    def _stream(self, reqs: list[Req]) -> Iterator[StreamChunk]:
+        # Queued in here: a generator that is closed before its first chunk runs no `finally`.
+        [sequence] = self._submit(reqs)
         try:
             while True:
                 chunk = sequence.chunk()
@@ -175,13 +183,15 @@ class LLM:
         finally:
             self._forget([sequence])
 
-    def _make(self, prompt: str | list[int], params: SamplingParams, chat: bool) -> list[Req]:
+    def _make(
+        self, prompt: str | list[int], params: SamplingParams, fill_context: bool
+    ) -> list[Req]:
         if self._closed:
             raise ConfigError("this LLM was closed")
         ids = self._builder.encode(prompt)
         self.scheduler.check(len(ids))
         rest = self.max_model_len - len(ids)
-        complete = self._builder.params(params, rest if chat else 16)
+        complete = self._builder.params(params, rest if fill_context else 16)
         reqs = self._builder.build(self._next_uid, ids, complete)
         self._next_uid += len(reqs)
         return reqs
@@ -237,24 +247,3 @@ def _load_tokenizer(path: str) -> Tokenizer | None:
     except ModelNotFoundError as error:  # token ids work without one
         logger.warning("No tokenizer: %s", error)
         return None
-
-
-def _params_list(params: Params, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{count} prompts but {len(params)} sampling params")
-    return list(params)
-
-
-@contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
-    """Prefix a request's error with the index of its prompt when there are several."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if count > 1:
-            error.args = (f"prompt {index}: {error.args[0]}", *error.args[1:])
-        raise

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from minisgl.core import Req, SamplingParams
 from minisgl.errors import InvalidRequestError
-from minisgl.models.checkpoint import ModelInfo
+from minisgl.models import ModelInfo
 from minisgl.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "Prompts", "RequestBuilder", "as_prompt_list"]
+__all__ = [
+    "Params",
+    "Prompt",
+    "Prompts",
+    "RequestBuilder",
+    "as_prompt_list",
+    "naming_prompt",
+    "params_list",
+]
 
 Prompt = str | list[int]
+Params = SamplingParams | SequenceOf[SamplingParams] | None
 Prompts = str | SequenceOf[str] | SequenceOf[int] | SequenceOf[SequenceOf[int]]
 
 
@@ -28,7 +39,39 @@ def as_prompt_list(prompts: Prompts) -> list[Prompt]:
         )
     if prompts and all(type(item) is int for item in prompts):
         return [list(prompts)]
-    return [item if isinstance(item, str) else _ids(item) for item in prompts]
+    result = []
+    for index, item in enumerate(prompts):
+        with naming_prompt(index, len(prompts)):
+            result.append(item if isinstance(item, str) else _ids(item))
+    return result
+
+
+def params_list(params: Params, count: int) -> list[SamplingParams]:
+    """Sampling parameters of each of `count` prompts, from one for all or a list."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise InvalidRequestError(
+            f"params is {params!r}: give a SamplingParams or a list of them", param="params"
+        )
+    if len(params) != count:
+        raise InvalidRequestError(f"{count} prompts but {len(params)} sampling params")
+    for index, one in enumerate(params):
+        with naming_prompt(index, count):
+            if not isinstance(one, SamplingParams):
+                raise InvalidRequestError(f"params is {one!r}, not a SamplingParams", "params")
+    return list(params)
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Prefix a request's error with the index of its prompt when there are several."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if count > 1:
+            error.args = (f"prompt {index}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _ids(item: object) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import ModelInfo, load_model_config, load_model_info
     from .config import ModelConfig, RotaryConfig
     from .register import create_model
     from .weight import load_weight, shard_tensor
@@ -20,12 +21,24 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "ModelConfig": "config",
     "RotaryConfig": "config",
+    "ModelInfo": "checkpoint",
     "create_model": "register",
+    "load_model_config": "checkpoint",
+    "load_model_info": "checkpoint",
     "load_weight": "weight",
     "shard_tensor": "weight",
 }
 
-__all__ = ["ModelConfig", "RotaryConfig", "create_model", "load_weight", "shard_tensor"]
+__all__ = [
+    "ModelConfig",
+    "ModelInfo",
+    "RotaryConfig",
+    "create_model",
+    "load_model_config",
+    "load_model_info",
+    "load_weight",
+    "shard_tensor",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from minisgl.config import ModelFacts
 from minisgl.errors import ModelNotFoundError
+from minisgl.layers.rotary import rope_type
 from minisgl.utils.hf import is_gguf, read_json
 from minisgl.utils.torch_utils import parse_dtype
 
@@ -29,6 +31,11 @@ class ModelInfo:
     """`generation_config.json`, or empty."""
     eos_token_ids: frozenset[int] = frozenset()
     """The EOS ids of the config and of the generation config together."""
+
+    def facts(self) -> ModelFacts:
+        """What `minisgl.config.resolve` needs of it."""
+        rotary = self.config.rotary_config
+        return ModelFacts(self.dtype, rotary.max_context, rope_type(rotary.scaling))
 
 
 def load_model_config(model_path: str) -> ModelConfig:

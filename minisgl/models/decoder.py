@@ -15,7 +15,7 @@ from .base import BaseLLMModel
 from .config import ModelConfig
 from .utils import GatedMLP, MoEMLP, RopeAttn
 
-__all__ = ["CausalLM", "DecoderLayer", "DecoderModel", "QKNormCausalLM"]
+__all__ = ["CausalLM", "DecoderLayer", "DecoderModel"]
 
 
 class DecoderLayer(BaseOP):
@@ -68,19 +68,12 @@ class DecoderModel(BaseOP):
 class CausalLM(BaseLLMModel):
     """The decoder with its vocabulary head."""
 
-    has_qk_norm = False
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.model = DecoderModel(config, has_qk_norm=self.has_qk_norm)
+    def __init__(self, config: ModelConfig, *, has_qk_norm: bool = False) -> None:
+        """`has_qk_norm`: an RMSNorm on each query and key head before RoPE."""
+        self.model = DecoderModel(config, has_qk_norm=has_qk_norm)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied)
 
     def forward(self) -> torch.Tensor:
         """Logits `[padded_size, vocab_size]` of the current batch."""
         return self.lm_head.forward(self.model.forward(get_global_ctx().batch.input_ids))
-
-
-class QKNormCausalLM(CausalLM):
-    """With an RMSNorm on each query and key head before RoPE (Qwen3 and Qwen3-MoE)."""
-
-    has_qk_norm = True

@@ -1,21 +1,26 @@
-"""Which class builds which architecture."""
+"""Which architectures the decoder builds, and with which switches."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from minisgl.errors import UnsupportedModelError
 from minisgl.utils import Registry
 
 from .base import BaseLLMModel
 from .config import ModelConfig
-from .decoder import CausalLM, QKNormCausalLM
+from .decoder import CausalLM
 
 __all__ = ["MODELS", "create_model"]
 
-MODELS: Registry[type[CausalLM]] = Registry("architecture", UnsupportedModelError)
+MODELS: Registry[Callable[[ModelConfig], BaseLLMModel]] = Registry(
+    "architecture", UnsupportedModelError
+)
 for _name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"):
     MODELS.register(_name, CausalLM)
 for _name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-    MODELS.register(_name, QKNormCausalLM)
+    MODELS.register(_name, partial(CausalLM, has_qk_norm=True))
 
 
 def create_model(config: ModelConfig) -> BaseLLMModel:

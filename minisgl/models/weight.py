@@ -1,14 +1,16 @@
 """Streaming checkpoints into the model's own names and shapes.
 
     read (safetensors or GGUF, sorted by name, one tensor at a time)
+      -> checked                    that the target dtype can hold it
       -> this rank's shard          shard_tensor
       -> merged projections         q, k, v -> qkv_proj;  gate, up -> gate_up_proj
       -> packed experts             experts.0 ... experts.E-1 -> [E, ...]
       -> target dtype and device
 
 Each stage is a generator that holds only what is incomplete, so that the memory in use is the
-model, one tensor, and the merge buffer. Tensors that need no work are views of the mapped
-file; the system reads their pages when they are used.
+model, one tensor, and the merge buffer. What is merged or packed is written in the target dtype
+at once: copies in the stored one would leave holes in the heap, some 12 MB a layer. Tensors
+that need no work are views of the mapped file; the system reads their pages when they are used.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ def load_weight(
     raw = _read_gguf(model_path, dtype) if is_gguf(model_path) else _read_safetensors(model_path)
     shards = (
         (name, shard_tensor(name, tensor, tp.rank, tp.size, config.num_kv_heads))
-        for name, tensor in raw
+        for name, tensor in _checked(raw, dtype)
     )
-    for name, tensor in _pack_experts(_merge(shards), config.num_experts):
-        yield name, _convert(name, tensor, torch.device(device), dtype)
+    for name, tensor in _pack_experts(_merge(shards, dtype), config.num_experts, dtype):
+        yield name, tensor.to(device=device, dtype=dtype or tensor.dtype).contiguous()
 
 
 def shard_tensor(
@@ -163,7 +165,25 @@ def _progress(tensors: Iterator[NamedTensor], total: int | None) -> Iterator[Nam
     yield from tqdm(tensors, "Loading weights", total, disable=disable, leave=False)
 
 
-def _merge(tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+def _checked(tensors: Iterator[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
+    """The same tensors; raises for one whose type is not read or that `dtype` can't hold."""
+    for name, tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{name} is stored as {tensor.dtype}, which is not supported; "
+                "convert the checkpoint to float32, bfloat16 or float16"
+            )
+        if dtype == torch.float16 and tensor.dtype != torch.float16 and tensor.numel():
+            worst = tensor.abs().max().item()
+            if worst > torch.finfo(torch.float16).max:
+                raise CheckpointError(
+                    f"{name} holds {worst:g}, beyond float16's 65504: "
+                    "use --dtype bfloat16 or float32"
+                )
+        yield name, tensor
+
+
+def _merge(tensors: Iterator[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
     """Stack the parts of a projection along dim 0 once all have come, in whatever order."""
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
@@ -177,14 +197,30 @@ def _merge(tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
         group[module] = tensor
         if len(group) == len(parts):
             del groups[key]
-            yield key, torch.cat([group[part] for part in parts])
+            yield key, _stack(key, [group[part] for part in parts], dtype)
             del group, tensor
     if groups:
         names = [f"{key} (has {', '.join(sorted(g))})" for key, g in sorted(groups.items())]
         raise CheckpointError(f"Incomplete merge groups: {names}")
 
 
-def _pack_experts(tensors: Iterator[NamedTensor], num_experts: int) -> Iterator[NamedTensor]:
+def _stack(key: str, parts: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+    """The parts one after another along dim 0, in `dtype` (None: the first part's)."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise CheckpointError(f"{key}: parts of {[tuple(p.shape) for p in parts]} don't fit")
+    out = parts[0].new_empty(
+        (sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype or parts[0].dtype
+    )
+    start = 0
+    for part in parts:
+        out[start : start + len(part)] = part
+        start += len(part)
+    return out
+
+
+def _pack_experts(
+    tensors: Iterator[NamedTensor], num_experts: int, dtype: torch.dtype | None
+) -> Iterator[NamedTensor]:
     """Copy each expert's tensor to its place in one `[E, ...]` tensor."""
     packed: dict[str, torch.Tensor] = {}
     missing: dict[str, set[int]] = {}
@@ -195,7 +231,9 @@ def _pack_experts(tensors: Iterator[NamedTensor], num_experts: int) -> Iterator[
             continue
         key, expert = f"{match['stem']}.{match['name']}", int(match["expert"])
         if key not in packed:
-            packed[key] = tensor.new_empty((num_experts, *tensor.shape))
+            packed[key] = tensor.new_empty(
+                (num_experts, *tensor.shape), dtype=dtype or tensor.dtype
+            )
             missing[key] = set(range(num_experts))
         if expert not in missing[key] or tensor.shape != packed[key].shape[1:]:
             raise CheckpointError(
@@ -210,21 +248,3 @@ def _pack_experts(tensors: Iterator[NamedTensor], num_experts: int) -> Iterator[
     if missing:
         names = [f"{key} (lacks {sorted(m)[:8]})" for key, m in sorted(missing.items())]
         raise CheckpointError(f"Incomplete expert tensors: {names}")
-
-
-def _convert(
-    name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None
-) -> torch.Tensor:
-    if tensor.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{name} is stored as {tensor.dtype}, which is not supported; "
-            "convert the checkpoint to float32, bfloat16 or float16"
-        )
-    result = tensor.to(device=device, dtype=dtype or tensor.dtype).contiguous()
-    if result.dtype == torch.float16 and tensor.dtype != torch.float16:
-        worst = tensor.abs().max().item() if tensor.numel() else 0.0
-        if worst > torch.finfo(torch.float16).max:
-            raise CheckpointError(
-                f"{name} holds {worst:g}, beyond float16's 65504: use --dtype bfloat16 or float32"
-            )
-    return result

@@ -125,9 +125,16 @@ class Scheduler:
             batch = Batch(reqs)
             output = self._executor.launch(batch).result()
             updates += self._deliver(reqs, output)
-        else:
-            self._cache.check_integrity(self._running)
+        if not self._running:
+            self.check_integrity()
         return updates
+
+    def check_integrity(self) -> None:
+        """Raise unless every page and row is free or belongs to exactly one running request."""
+        self._cache.check_integrity(self._running)
+        rows = sorted([req.row for req in self._running] + self._free_rows)
+        if rows != list(range(self._limits.max_running_requests)):
+            raise RuntimeError(f"Rows lost or shared: {rows} of {self._limits}")
 
     # -- choosing the batch ----------------------------------------------------------------
 
@@ -138,8 +145,11 @@ class Scheduler:
         always the latest, so it was not visited yet and nothing chosen is undone.
         """
         chosen: list[Req] = []
-        for req in list(self._running):
-            if req.row >= 0 and _missing(req) == 1 and self._grow_or_retract(req):
+        visited = 0
+        while visited < len(self._running):  # retraction shortens the list at its end
+            req = self._running[visited]
+            visited += 1
+            if _missing(req) == 1 and self._grow_or_retract(req):
                 req.device_len = req.cached_len + 1
                 chosen.append(req)
         budget = self._limits.token_budget - len(chosen)

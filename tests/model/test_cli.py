@@ -158,7 +158,7 @@ def test_ctrl_c_during_generate_exits_with_130() -> None:
 
 
 def test_chat_answers_piped_lines_and_survives_ctrl_c() -> None:
-    arguments = ["--model", "smollm2", *FAST, "--dtype", "float32"]
+    arguments = ["--model", "smollm2", *FAST]
     with started("chat", *arguments) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -186,7 +186,7 @@ def test_chat_answers_piped_lines_and_survives_ctrl_c() -> None:
     assert last_of_second == 8
     assert total == total_of_first + 8
     assert total_prompt_2 > total_prompt_1
-    assert after.count("conversation ") == 2
+    assert after.count("conversation  ") == 2
     assert "[cut at max_tokens = 8]\n" in after
 
 

@@ -8,7 +8,6 @@ no such place (one that had would fail every time, not now and then).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest

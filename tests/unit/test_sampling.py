@@ -49,7 +49,7 @@ def test_uniform_numbers_are_uniform_and_differ_by_each_part_of_the_key():
         sampling.philox_uniform(zeros, zeros, counts),
         sampling.philox_uniform(-counts, zeros, zeros),
     ):
-        assert 0 <= u.min() and u.max() < 1
+        assert u.min() >= 0 and u.max() < 1
         assert len(u.unique()) == n
         # The largest gap to the uniform distribution; 1.95 / sqrt(n) is exceeded once in 1,000.
         gap = (u.sort().values - (counts + 0.5) / n).abs().max()

@@ -51,9 +51,9 @@ class FakeLLM:
         return SamplingParams().resolve_defaults({"temperature": 0.6})
 
     def stream(
-        self, prompt: list[int], params: SamplingParams, *, chat: bool = False
+        self, prompt: list[int], params: SamplingParams, *, fill_context: bool = False
     ) -> Iterator[Any]:
-        assert chat
+        assert fill_context
         assert prompt == list(range(10 * len(self.encoded)))
         pieces = self.answers.pop(0)
         if isinstance(pieces, Exception):  # as LLM.stream refuses: at the call
