@@ -72,7 +72,7 @@ STEPS = (
     Step("ch03_models.py", ("minisgl/models/*.py",), (CHECKPOINT,)),
     Step("ch04_kvcache.py", ("minisgl/kvcache/*.py",), (CONFIG,)),
     Step("ch05_attention.py", ("minisgl/attention/*.py",), (CONFIG,)),
-    Step("ch06_engine.py", ("minisgl/config.py", "minisgl/engine/*.py"), (CHECKPOINT,)),
+    Step("ch06_engine.py", ("minisgl/engine/*.py",), (CHECKPOINT,)),
     Step("ch07_scheduler.py", ("minisgl/scheduler/*.py",), (CHECKPOINT,)),
     Step("ch08_generate.py", ("minisgl/tokenizer/*.py", "minisgl/llm/*.py"), (DEMO,)),
 )
