@@ -50,6 +50,11 @@ class EngineConfig:
     )
     cache: str = option("naive", "prefix cache; naive shares nothing", choices=("naive",))
     attn: str = option("auto", "attention backend", choices=("auto", "torch"))
+    kernels: str = option(
+        "auto",
+        "auto takes the fastest implementation of each op, reference the plain one",
+        choices=("auto", "reference"),
+    )
     logprobs_mode: str = option(
         "raw",
         "log-probabilities of the model's logits or of the distribution sampled from",
@@ -114,6 +119,7 @@ class ResolvedConfig:
     max_running_requests: int
     max_prefill_length: int
     attn: str
+    kernels: str
     logprobs_mode: str
     threads: int
     reasons: tuple[str, ...] = ()
@@ -184,6 +190,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
             "torch",
             "the only backend of this version",
         ),
+        kernels=config.kernels,
         logprobs_mode=config.logprobs_mode,
         threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
         reasons=tuple(reasons),

@@ -172,5 +172,13 @@ def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConf
     set_rope_device(config.device)
     with torch.device("meta"), torch_dtype(config.dtype):
         model = create_model(model_config)
-    model.load_state_dict(dict(load_weight(model_path, config.device, dtype=config.dtype)))
+    tied = model_config.tie_word_embeddings
+    weights = {
+        name: tensor
+        for name, tensor in load_weight(model_path, config.device, dtype=config.dtype)
+        if not (tied and name == "lm_head.weight")  # a copy that would be held to no end
+    }
+    model.load_state_dict(weights)
+    if config.kernels == "auto":
+        model.pack()
     return model

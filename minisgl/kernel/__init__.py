@@ -1,17 +1,19 @@
 """Every op of the models, and the choice of who computes it.
 
 Owns: the ops' names and semantics, their PyTorch references (`torch_ops.py`,
-`torch_attention.py`, `sampling.py`) and the dispatch to faster ones. Does not own: weights
-(`layers/`), pages (`kvcache/`), or which requests run (`scheduler/`).
+`torch_attention.py`, `sampling.py`) and the dispatch to faster ones (`linear.py`). Does not
+own: weights (`layers/`), pages (`kvcache/`), or which requests run (`scheduler/`).
 Invariant: whatever computes an op, it has the reference's semantics.
 
-The reference is the only implementation so far, on every device that torch has. A faster one
-is added here: each name below becomes a function that looks at its tensors' device and dtype.
+But for `linear` on CPUs the reference is the only implementation so far, on every device that
+torch has. A faster one is added here: the name becomes a function that looks at its tensors'
+device, dtype and layout.
 Read next: `minisgl/layers/`.
 """
 
 from __future__ import annotations
 
+from .linear import linear, pack_linear_weight
 from .torch_ops import (
     apply_rope_inplace,
     fused_add_rmsnorm,
@@ -33,6 +35,8 @@ __all__ = [
     "gelu_tanh_and_mul",
     "grouped_experts",
     "indexing",
+    "linear",
+    "pack_linear_weight",
     "rmsnorm",
     "rmsnorm_inplace",
     "silu_and_mul",

@@ -17,7 +17,7 @@ __all__ = ["AttentionLayer"]
 class AttentionLayer(StateLessOP):
     """Attention of one decoder layer; writing the KV cache is the backend's part.
 
-    The norms of `qk_norm` belong to the attention block that holds this layer, which lists them.
+    `q_norm` and `k_norm` belong to the attention block that holds this layer, which lists them.
     """
 
     def __init__(
@@ -33,7 +33,10 @@ class AttentionLayer(StateLessOP):
         self.head_dim = head_dim
         self.num_qo_heads, self.num_kv_heads = local_heads(num_qo_heads, num_kv_heads)
         self.rotary = rotary
-        self.qk_norm = qk_norm
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = qk_norm
         q_size, kv_size = self.num_qo_heads * head_dim, self.num_kv_heads * head_dim
         self._split = (q_size, kv_size, kv_size)
 
@@ -41,10 +44,9 @@ class AttentionLayer(StateLessOP):
         """`qkv [T, (Hq + 2 Hk) D]`, overwritten, to `[T, Hq D]`."""
         ctx = get_global_ctx()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self._split, dim=-1))
-        if self.qk_norm is not None:
-            q_norm, k_norm = self.qk_norm
-            q_norm.forward_inplace(q)
-            k_norm.forward_inplace(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.forward_inplace(q)
+            self.k_norm.forward_inplace(k)
         self.rotary.forward(ctx.batch.positions, q, k)
         out = ctx.attn_backend.forward(q, k, v, self.layer_id, ctx.batch)
         return out.flatten(-2)

@@ -61,6 +61,14 @@ class BaseOP:
         seen = {id(t): t.numel() for t in self.state_dict().values()}
         return sum(seen.values())
 
+    def pack(self) -> None:
+        """Bring loaded weights into the layouts of the fast paths; for all ops below this one.
+
+        Weights keep shape and dtype, but code other than their op may not read them any more.
+        """
+        for _, child in self._children():
+            child.pack()
+
     def _take(self, state_dict: StateDict, prefix: str) -> None:
         for name, old in list(self._weights()):
             key = prefix + name

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from minisgl.core import Batch, get_global_ctx
 from minisgl.distributed import DistributedCommunicator, get_tp_info
 from minisgl.kernel import indexing
+from minisgl.kernel.linear import can_pack, linear, pack_linear_weight
 from minisgl.utils import Span, div_ceil, partition
 
 from .base import BaseOP, StateDict
@@ -52,6 +53,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.vocab_size, self.vocab_range = vocab_size, tied.vocab_range
             self._tp_size, self._comm = tied._tp_size, tied._comm
         self._tied = tied
+        self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, hidden]` of the current batch to logits `[padded_size, vocab_size]`."""
@@ -64,7 +66,10 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """`x [n, hidden]` to `[n, vocab_size]`, gathered from all ranks."""
-        local = F.linear(x, self.weight if self._tied is None else self._tied.weight)
+        if self._packed is not None:
+            local = linear(x, self._packed)
+        else:
+            local = linear(x, self.weight if self._tied is None else self._tied.weight)
         if self._tp_size == 1:
             return local
         # Ranks hold unequal shares when they do not divide the vocabulary: pad to the largest.
@@ -72,6 +77,17 @@ class ParallelLMHead(VocabParallelEmbedding):
         local = F.pad(local, (0, share - local.shape[1]))
         ranks = self._comm.all_gather(local).view(self._tp_size, x.shape[0], share)
         return ranks.transpose(0, 1).reshape(x.shape[0], -1)[:, : self.vocab_size]
+
+    def pack(self) -> None:
+        """Bring the loaded weight into the layout of the fast path, where there is one.
+
+        A tied weight is copied: the embedding looks rows up in the plain layout.
+        """
+        weight = self.weight if self._tied is None else self._tied.weight
+        if can_pack(weight):
+            self._packed = pack_linear_weight(weight)
+            if self._tied is None:
+                self.weight = self._packed
 
     def _prompt_rows(self, x: torch.Tensor, batch: Batch) -> None:
         sink = batch.prompt_logits

@@ -1,6 +1,6 @@
 """Linear layers, each with its way of being cut over the tensor-parallel ranks.
 
-    y = x W^T + b        W [out, in], one `F.linear`
+    y = x W^T + b        W [out, in], one `linear`
 
     LinearReplicated         every rank has all of W
     LinearColParallelMerged  rows of W (outputs) are cut; several projections stacked
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from minisgl.distributed import DistributedCommunicator, get_tp_info
+from minisgl.kernel.linear import can_pack, linear, pack_linear_weight
 from minisgl.utils import div_even, partition
 
 from .base import BaseOP
@@ -57,7 +57,12 @@ class _Linear(BaseOP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, local_input_size]` to `[T, local_output_size]`."""
-        return F.linear(x, self.weight, self.bias if self._has_bias else None)
+        return linear(x, self.weight, self.bias if self._has_bias else None)
+
+    def pack(self) -> None:
+        """Bring the loaded weight into the layout of the fast path, where there is one."""
+        if can_pack(self.weight):
+            self.weight = pack_linear_weight(self.weight)
 
 
 class LinearReplicated(_Linear):
@@ -110,7 +115,7 @@ class LinearRowParallel(_Linear):
         """`x [T, local_input_size]` to the summed `[T, output_size]`."""
         if self._tp_size == 1:
             return super().forward(x)
-        y = self._comm.all_reduce(F.linear(x, self.weight))
+        y = self._comm.all_reduce(linear(x, self.weight))
         return y + self.bias if self._has_bias else y  # after the sum: the bias counts once
 
 

@@ -54,8 +54,8 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None
     """A token sees itself and the `sliding_window - 1` before it."""
-    full_attention_layers: int = 0
-    """The first so many layers ignore the sliding window (Qwen's `max_window_layers`)."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers that ignore the sliding window (Qwen's `layer_types` or `max_window_layers`)."""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -117,7 +117,7 @@ class ModelConfig:
 
     def layer_window(self, layer_id: int) -> int | None:
         """The sliding window of this layer, None for full attention."""
-        return self.sliding_window if layer_id >= self.full_attention_layers else None
+        return None if layer_id in self.full_attention_layers else self.sliding_window
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers and heads."""
@@ -170,11 +170,21 @@ def _window(config: Any) -> dict[str, Any]:
     if config.model_type == "mistral":
         return {"sliding_window": window}
     if config.model_type.startswith("qwen") and getattr(config, "use_sliding_window", False):
-        # Qwen3-MoE windows every layer; the dense models only those from max_window_layers on.
-        dense = not config.model_type.endswith("_moe")
-        first = getattr(config, "max_window_layers", 28) if dense else 0
-        return {"sliding_window": window, "full_attention_layers": first}
+        return {"sliding_window": window, "full_attention_layers": _full_layers(config)}
     return {}
+
+
+def _full_layers(config: Any) -> tuple[int, ...]:
+    """Qwen's layers without a window: named one by one, or the first `max_window_layers`."""
+    if config.model_type.endswith("_moe"):  # there every layer has the window
+        return ()
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return tuple(range(getattr(config, "max_window_layers", 28)))
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"Unsupported layer_types: {sorted(unknown)}")
+    return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
 
 
 def _experts(config: Any) -> dict[str, Any]:

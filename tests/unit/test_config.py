@@ -1,0 +1,122 @@
+"""`resolve`, the pool's size, and what the process may use: pure functions and their errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.engine import memory
+from minisgl.engine.memory import plan_pool
+from minisgl.errors import ConfigError
+from minisgl.kvcache import KVShape
+from minisgl.utils.hardware import Hardware, available_cpus, available_memory_bytes
+
+CPU = Hardware(num_cpus=4, available_bytes=8 << 30, has_cuda=False)
+GPU = replace(CPU, has_cuda=True)
+MODEL = ModelFacts(torch.bfloat16, max_context=4096)
+SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, page_size=16)
+
+
+def test_defaults_depend_on_the_device_and_say_why():
+    cpu, gpu = resolve(EngineConfig(), CPU, MODEL), resolve(EngineConfig(), GPU, MODEL)
+    assert (cpu.device.type, gpu.device.type) == ("cpu", "cuda")
+    assert (cpu.max_running_requests, gpu.max_running_requests) == (64, 256)
+    assert (cpu.dtype, cpu.max_model_len, cpu.threads) == (torch.bfloat16, 4096, 4)
+    assert any("max_model_len = 4096: the model's context" in reason for reason in cpu.reasons)
+
+
+def test_what_the_user_says_stands_and_needs_no_reason():
+    config = EngineConfig(dtype="float32", max_model_len=100, threads=1, device="cpu")
+    resolved = resolve(config, GPU, MODEL)
+    assert (resolved.dtype, resolved.max_model_len, resolved.threads) == (torch.float32, 100, 1)
+    assert resolved.max_model_len_asked
+    assert not any("max_model_len" in reason for reason in resolved.reasons)
+
+
+def test_rows_and_budget_fit_each_other():
+    assert resolve(EngineConfig(max_prefill_length=16), CPU, MODEL).max_running_requests == 16
+    assert resolve(EngineConfig(max_running_requests=5000), CPU, MODEL).max_prefill_length == 5000
+    with pytest.raises(ConfigError, match="--max-running-requests 17 .* --max-prefill-length 16"):
+        resolve(EngineConfig(max_running_requests=17, max_prefill_length=16), CPU, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 0}, "--page-size = 0"),
+        ({"page_size": True}, "--page-size = True"),
+        ({"memory_ratio": 1.5}, "--memory-ratio = 1.5"),
+        ({"dtype": "int3"}, "--dtype = 'int3': choose from auto, float32"),
+        ({"tp": 2}, "--tp = 2"),
+        ({"cache": "radix"}, "--cache = 'radix': choose from naive"),
+    ],
+)
+def test_bad_values_name_flag_and_value(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_what_the_machine_or_model_lacks_is_refused():
+    with pytest.raises(ConfigError, match="--device cuda"):
+        resolve(EngineConfig(device="cuda"), CPU, MODEL)
+    with pytest.raises(ConfigError, match="float16"):
+        resolve(EngineConfig(dtype="float16"), CPU, MODEL)
+    with pytest.raises(ConfigError, match="5000: the model's context is 4096"):
+        resolve(EngineConfig(max_model_len=5000), CPU, MODEL)
+    dynamic = replace(MODEL, rope_type="dynamic")
+    with pytest.raises(ConfigError, match="dynamic NTK angles depend on what else"):
+        resolve(EngineConfig(max_model_len=5000), CPU, dynamic)
+
+
+def plan(monkeypatch, available: int, **options):
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: available)
+    config = resolve(EngineConfig(**options), CPU, MODEL)
+    return plan_pool(config, SHAPE, lambda: 0)
+
+
+def test_pool_takes_its_share_but_no_more_than_is_useful(monkeypatch):
+    page = SHAPE.page_bytes(torch.bfloat16)
+    assert page == 2 * 2 * 16 * 2 * 8 * 2
+    assert plan(monkeypatch, 10 * 300 * page).num_pages == 900  # 0.3 of it
+    assert plan(monkeypatch, 1 << 50).num_pages == 64 * 4096 // 16
+
+
+def test_a_pool_too_small_shortens_the_model_s_length_but_not_the_user_s(monkeypatch):
+    page = SHAPE.page_bytes(torch.bfloat16)
+    assert plan(monkeypatch, 100 * page).max_model_len == 30 * 16
+    message = r"30 pages of 16 tokens .* 480 tokens; one request of --max-model-len 1000 needs 63"
+    with pytest.raises(ConfigError, match=message):
+        plan(monkeypatch, 100 * page, max_model_len=1000)
+    with pytest.raises(ConfigError, match="0 pages"):
+        plan(monkeypatch, 0)
+
+
+def test_cgroup_limits_count(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    every = available_cpus(tmp_path)
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert available_cpus(tmp_path) == min(every, 2)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cpus(tmp_path) == every
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert available_memory_bytes(tmp_path) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes(tmp_path) > 1 << 20
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert available_cpus(tmp_path) == 3
+
+
+def test_cgroup_v1_files_are_read_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("100000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert available_cpus(tmp_path) == 1
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("4096\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("96\n")
+    assert available_memory_bytes(tmp_path) == 4000
