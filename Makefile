@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml requirements/lock.txt
 	@touch $@
 
 run: setup ## answer PROMPT with the demo model
-	@$(BIN)/minisgl generate --model smollm2 "$$MINISGL_PROMPT"
+	@$(BIN)/minisgl generate --model smollm2 --temperature 0 --max-tokens 256 "$$MINISGL_PROMPT"
 
 test: setup ## run the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
