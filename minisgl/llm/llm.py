@@ -245,5 +245,5 @@ def _load_tokenizer(path: str) -> Tokenizer | None:
     try:
         return Tokenizer.load(path)
     except ModelNotFoundError as error:  # token ids work without one
-        logger.warning("No tokenizer: %s", error)
+        logger.warning("%s", error)
         return None
