@@ -21,6 +21,10 @@ from .utils.torch_utils import DTYPES, parse_dtype
 __all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
 
 
+_MAX_THREADS = 1024
+"""Far more crash the OpenMP runtime instead of raising."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How to run a model. None means: chosen by `resolve` from the machine and the model."""
@@ -91,6 +95,8 @@ class EngineConfig:
         ratio = self.memory_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
             raise ConfigError(f"{_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
+        if self.threads is not None and self.threads > _MAX_THREADS:
+            raise ConfigError(f"--threads = {self.threads} must be at most {_MAX_THREADS}")
         if self.tp != 1:
             raise ConfigError(f"{_name('tp')} = {self.tp}: this version runs on one rank only")
 
@@ -145,9 +151,12 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
     device = choose("device", device, found, f"torch sees {'a' if hardware.has_cuda else 'no'} GPU")
     cpu = device == "cpu"
     dtype = None if config.dtype == "auto" else parse_dtype(config.dtype)
-    dtype = choose("dtype", dtype, model.dtype, "the checkpoint's type")
     if cpu and dtype == torch.float16:
         raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
+    if cpu and model.dtype == torch.float16:
+        dtype = choose("dtype", dtype, torch.bfloat16, "the checkpoint's float16 is slow on CPU")
+    else:
+        dtype = choose("dtype", dtype, model.dtype, "the checkpoint's type")
     limit = model.max_context
     if config.max_model_len is not None and config.max_model_len > limit:
         why = f"the model's context is {limit}"

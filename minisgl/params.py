@@ -156,7 +156,7 @@ def _items(name: str, value: object) -> Sequence[Any]:
         return ()
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise _bad(name, value, "must be a list")
-    return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
 
 
 def _integer(

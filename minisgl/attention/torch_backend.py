@@ -172,8 +172,10 @@ class TorchBackend:
         base = torch.tensor(firsts, device=device)
         columns = base[:, None] + torch.arange(count, device=device)  # [b, count]
         rows = torch.tensor(members, device=device)[:, None]
-        # Columns past a request's own pages are masked below; any valid page will do there.
-        pages = table[rows, columns.clamp_(max=table.shape[1] - 1)]
+        # Columns past a request's own pages are masked below; the dummy page has zeros there.
+        own_pages = torch.tensor([div_ceil(n, size) for n in lengths], device=device)[:, None]
+        pages = table[rows, columns.clamp(max=table.shape[1] - 1)]
+        pages = pages.where(columns < own_pages, self._pool.dummy_page)
         length = max(n - first * size for n, first in zip(lengths, firsts, strict=True))
         mask = None
         if window is not None or min(lengths) != max(lengths):

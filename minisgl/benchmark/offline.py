@@ -47,6 +47,12 @@ def bench_offline(
         rows = []
         for name in workloads:
             jobs = make_workload(name, engine.model_config.vocab_size)
+            longest = max(len(job.prompt) + job.output_len for job in jobs)
+            if longest > llm.max_model_len:
+                raise ConfigError(
+                    f"--workload {name} has sequences of {longest} tokens; this model runs up to "
+                    f"{llm.max_model_len} here (--max-model-len)"
+                )
             _run(llm, [Job(job.prompt[:32], 4) for job in jobs])
             runs, others = [], []
             for _ in range(repeats):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 __all__ = ["add_parser"]
@@ -56,7 +57,8 @@ def _facts(model: str, dtype_name: str) -> dict[str, Any]:
     dtype = info.dtype if dtype_name == "auto" else parse_dtype(dtype_name)
     set_rope_device("cpu")
     with torch.device("meta"), torch_dtype(dtype):
-        parameters = create_model(config).num_params()
+        no_table = replace(config.rotary_config, table_length=1)
+        parameters = create_model(replace(config, rotary_config=no_table)).num_params()
     hardware, weight_bytes = Hardware.detect(), parameters * dtype.itemsize
     free = hardware.available_bytes
     if hardware.has_cuda:

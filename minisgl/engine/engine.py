@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,13 +19,14 @@ from minisgl.config import ResolvedConfig
 from minisgl.core import Batch, Context, Req, SamplingParams, StepOutput, TokenLogprobs
 from minisgl.kvcache import KVPool, KVShape
 from minisgl.layers import local_heads, set_rope_device
+from minisgl.layers.rotary import clear_rope_cache
 from minisgl.models import ModelConfig, create_model, load_weight
 from minisgl.models.base import BaseLLMModel
 from minisgl.utils import div_ceil, torch_dtype
 from minisgl.utils.logger import get_logger
 
 from .inputs import fill_batch
-from .memory import PoolPlan, plan_pool
+from .memory import PoolPlan, check_fits, plan_pool
 from .prompt_logprobs import PromptLogprobs
 from .sampler import Sampled, Sampler
 
@@ -84,9 +85,10 @@ class Engine:
         self._token_pool[req.row, : len(req.token_ids)] = tokens
 
     def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Entries `first, first + 1, ...` of a page-table row become `pages`."""
-        values = torch.tensor(pages, dtype=torch.int32, device=self._device)
-        self._page_table[row, first : first + len(pages)] = values
+        """Entries `first, first + 1, ...` of a page-table row become `pages`, cleared."""
+        values = torch.tensor(pages, device=self._device)
+        self._page_table[row, first : first + len(pages)] = values.int()
+        self._pool.clear(values)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> _Step:
@@ -107,7 +109,8 @@ class Engine:
         return _Step(batch.reqs, sampling, sampled, prompt)
 
     def close(self) -> None:
-        """Give the memory of model and pool back."""
+        """Give the memory of model, pool and tables back."""
+        clear_rope_cache()
         del self.model, self._pool, self._ctx, self._sampler, self._token_pool, self._page_table
         gc.collect()
         if self._device.type == "cuda":
@@ -169,9 +172,15 @@ class Engine:
 
 
 def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> BaseLLMModel:
+    rotary = replace(model_config.rotary_config, table_length=config.max_model_len)
     set_rope_device(config.device)
     with torch.device("meta"), torch_dtype(config.dtype):
-        model = create_model(model_config)
+        # Computed in float32 with a few temporaries as large as the table.
+        table_bytes = 4 * config.max_model_len * rotary.rotary_dim * torch.float32.itemsize
+        check_fits(config, table_bytes, "a RoPE table for this length", "--max-model-len")
+        model = create_model(replace(model_config, rotary_config=rotary))
+    weight_bytes = model.num_params() * config.dtype.itemsize
+    check_fits(config, weight_bytes, "the weights", "the model, or --dtype bfloat16")
     tied = model_config.tie_word_embeddings
     weights = {
         name: tensor

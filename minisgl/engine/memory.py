@@ -13,7 +13,7 @@ from minisgl.kvcache import KVShape
 from minisgl.utils import div_ceil
 from minisgl.utils.hardware import available_memory_bytes
 
-__all__ = ["PoolPlan", "plan_pool"]
+__all__ = ["PoolPlan", "check_fits", "plan_pool"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,19 @@ class PoolPlan:
     num_pages: int
     max_model_len: int
     reason: str
+
+
+def check_fits(config: ResolvedConfig, size_bytes: int, what: str, change: str) -> None:
+    """Raise `ConfigError` if the device has not this much memory left; `change` says what helps."""
+    if config.device.type == "cpu":
+        available = available_memory_bytes()
+    else:
+        available = torch.cuda.mem_get_info(config.device)[0]
+    if size_bytes > available:
+        raise ConfigError(
+            f"{what}: {size_bytes / 2**30:.1f} GiB needed, {available / 2**30:.1f} GiB available; "
+            f"choose a smaller {change}"
+        )
 
 
 def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[], int]) -> PoolPlan:
@@ -38,6 +51,7 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
     useful = pages_each * config.max_running_requests
     if config.num_pages is not None:
         pages, reason = config.num_pages, f"num_pages = {config.num_pages} as asked"
+        check_fits(config, pages * page_bytes, "the KV cache", "--num-pages")
     else:
         budget = _budget_bytes(config, measure_peak)
         pages = min(useful, budget // page_bytes)
@@ -54,6 +68,10 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
             f"({pages_each * page_bytes / 2**20:.0f} MiB). Lower --max-model-len or raise "
             "--memory-ratio or --num-pages"
         )
+    # Rows of the token pool and the page table are int32.
+    row_bytes = 4 * (length + 1 + div_ceil(length, config.page_size))
+    rows = config.max_running_requests
+    check_fits(config, rows * row_bytes, "the request tables", "--max-running-requests")
     return PoolPlan(pages, length, reason)
 
 

@@ -117,7 +117,8 @@ class Sampler:
         rows = [i for i, req in enumerate(reqs) if _has_filter(req, self._vocab_size)]
         if rows:
             chosen = [reqs[i].params for i in rows]
-            top_k = [p.top_k if p.top_k and p.top_k > 0 else self._vocab_size for p in chosen]
+            every = self._vocab_size
+            top_k = [min(p.top_k, every) if p.top_k and p.top_k > 0 else every for p in chosen]
             probs[rows] = sampling.filter_probs(
                 scaled[rows],
                 self._vector(top_k, torch.int64),

@@ -21,6 +21,7 @@ __all__ = [
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
+_LARGEST = 1e30
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,9 @@ def apply_penalties(
     seen = (prompt_counts + output_counts) > 0
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen, scaled, logits)
-    return logits - presence * (output_counts > 0) - frequency * output_counts
+    logits = logits - presence * (output_counts > 0) - frequency * output_counts
+    # A repetition penalty near 0 leaves no float32; dividing by a temperature must stay finite.
+    return logits.clamp(-_LARGEST, _LARGEST)
 
 
 def filter_probs(
@@ -138,7 +141,8 @@ def ranked_logprobs(
     logprobs: torch.Tensor, tokens: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """For rows of `logprobs [N, V]` and their `tokens [N]`: `(own [N], rank [N], top values
-    [N, top], top ids [N, top])`; rank 1 is the most likely."""
+    [N, top], top ids [N, top])`; rank 1 is the most likely. `top` is cut to V."""
+    top = min(top, logprobs.shape[1])
     own = logprobs.gather(1, tokens.unsqueeze(1))
     rank = (logprobs > own).sum(dim=-1) + 1
     values, ids = logprobs.topk(top, dim=-1) if top else (own[:, :0], tokens.unsqueeze(1)[:, :0])

@@ -37,8 +37,7 @@ class KVPool:
         self.shape = shape
         self.num_pages = num_pages
         self.dummy_page = num_pages
-        # Zeros: masked scores multiply what lies in unused slots, and 0 * NaN is NaN. On CPU
-        # the system hands out zeroed pages when they are first touched, at no cost here.
+        # On CPU the system hands out zeroed pages when they are first touched: no cost here.
         self.data = torch.zeros(
             (
                 2,
@@ -57,6 +56,14 @@ class KVPool:
     def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer by page: `[num_pages + 1, page_size, Hk, D]` each."""
         return self._pages[layer_id]
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zero pages `[n]` int64 over all layers, when they get a new owner.
+
+        Backends may read a page's unused slots and mask them; but 0 * NaN is NaN, so what an
+        earlier owner's overflow left there must not stay.
+        """
+        self.data.index_fill_(2, pages, 0)
 
     def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same memory by slot: `[(num_pages + 1) * page_size, Hk, D]` each."""

@@ -32,6 +32,7 @@ from .base import StateLessOP
 
 __all__ = [
     "ROPE_TYPES",
+    "clear_rope_cache",
     "RotaryEmbedding",
     "get_rope",
     "max_context",
@@ -96,10 +97,13 @@ def get_rope(
     max_position: int,
     base: float,
     scaling: Mapping[str, Any] | None = None,
+    *,
+    table_length: int | None = None,
 ) -> RotaryEmbedding:
     """The rotary embedding of these parameters; equal ones on one device share one table.
 
     `scaling` is a config's `rope_scaling`, with its type under `rope_type` or `type`.
+    `table_length` makes the table shorter than the model's whole context.
     Raises `RuntimeError` on the meta device when `set_rope_device()` was not called, and
     `UnsupportedModelError` for an unknown type or a missing field.
     """
@@ -109,7 +113,15 @@ def get_rope(
             raise RuntimeError("Call set_rope_device() before building a model on meta device")
         device = _rope_device
     frozen = _freeze(scaling) if scaling else ()
-    return _build(head_dim, rotary_dim, max_position, float(base), frozen, device)
+    length = max_context(max_position, scaling)
+    if table_length is not None:
+        length = min(length, table_length)
+    return _build(head_dim, rotary_dim, max_position, float(base), frozen, length, device)
+
+
+def clear_rope_cache() -> None:
+    """Forget the shared tables; models that use one keep it."""
+    _build.cache_clear()
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
@@ -128,16 +140,15 @@ def max_context(max_position: int, scaling: Mapping[str, Any] | None) -> int:
     """Positions that a model with this scaling can use.
 
     Published configs disagree on whether `max_position_embeddings` is the context before or
-    after stretching; the larger reading holds for yarn, llama3 and linear.
+    after stretching; the larger reading holds for yarn and linear. llama3's factor divides
+    frequencies and is no ratio of lengths.
     """
     kind = rope_type(scaling)
-    if scaling is None or kind in ("default", "dynamic", "freq_factors"):
+    if scaling is None or kind not in ("linear", "yarn", "llama3"):
         return max_position
-    original = scaling.get("original_max_position_embeddings")
-    if kind == "linear":
-        original = original or max_position
-    factor = scaling.get("factor") or 1.0
-    return max(max_position, math.ceil((original or 0) * factor))
+    original = scaling.get("original_max_position_embeddings") or max_position
+    factor = 1.0 if kind == "llama3" else scaling.get("factor") or 1.0
+    return max(max_position, math.ceil(original * factor))
 
 
 def _freeze(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -154,10 +165,10 @@ def _build(
     max_position: int,
     base: float,
     frozen: tuple[tuple[str, Any], ...],
+    length: int,
     device: torch.device,
 ) -> RotaryEmbedding:
     scaling = dict(frozen)
-    length = max_context(max_position, scaling)
     post, attention_factor = _variant(rope_type(scaling), rotary_dim, max_position, base, scaling)
     with torch.device(device):
         return RotaryEmbedding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -17,6 +18,7 @@ from minisgl.tokenizer import Tokenizer
 from minisgl.utils.hardware import Hardware
 from minisgl.utils.hf import resolve_model_path
 from minisgl.utils.logger import get_logger
+from minisgl.utils.signals import hold_interrupts
 
 from .outputs import RequestOutput, StreamChunk
 from .progress import Progress
@@ -41,7 +43,7 @@ class LLM:
     one process. Raises `MinisglError`s: see `minisgl/errors.py`.
     """
 
-    def __init__(self, model: str, **config: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **config: Any) -> None:
         self.config = _engine_config(config)
         path = resolve_model_path(model)
         self.model_info = info = load_model_info(path)
@@ -60,7 +62,7 @@ class LLM:
         eos = info.eos_token_ids  # all sources count
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos |= {self.tokenizer.eos_token_id}
-        self._builder = RequestBuilder(info, self.tokenizer, frozenset(eos))
+        self._builder = RequestBuilder(info, self.tokenizer, _inside(eos, info.config.vocab_size))
         self._sequences: dict[int, Sequence] = {}
         self._next_uid = 0
         self._closed = False
@@ -158,20 +160,23 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             with naming_prompt(index, len(prompts)):
                 made.append(self._make(prompt, one, fill_context))
-        groups = [self._submit(reqs) for reqs in made]
+        groups = [[Sequence(req, self.tokenizer) for req in reqs] for reqs in made]
         live = [sequence for group in groups for sequence in group]
         try:
-            with Progress(len(live), use_tqdm) as progress:
-                while any(sequence.finish_reason is None for sequence in live):
-                    self._step(progress)
+            self._submit(live)
+            with Progress([sequence.req.uid for sequence in live], use_tqdm) as progress:
+                for sequence in live:
+                    while sequence.finish_reason is None:
+                        self._step(progress)
         finally:
             self._forget(live)
         return [self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
     def _stream(self, reqs: list[Req]) -> Iterator[StreamChunk]:
         # Queued in here: a generator that is closed before its first chunk runs no `finally`.
-        [sequence] = self._submit(reqs)
+        [sequence] = [Sequence(req, self.tokenizer) for req in reqs]
         try:
+            self._submit([sequence])
             while True:
                 chunk = sequence.chunk()
                 if chunk is not None:
@@ -186,8 +191,7 @@ class LLM:
     def _make(
         self, prompt: str | list[int], params: SamplingParams, fill_context: bool
     ) -> list[Req]:
-        if self._closed:
-            raise ConfigError("this LLM was closed")
+        self._check_open()
         ids = self._builder.encode(prompt)
         self.scheduler.check(len(ids))
         rest = self.max_model_len - len(ids)
@@ -196,29 +200,38 @@ class LLM:
         self._next_uid += len(reqs)
         return reqs
 
-    def _submit(self, reqs: list[Req]) -> list[Sequence]:
-        sequences = [Sequence(req, self.tokenizer) for req in reqs]
-        for sequence in sequences:
-            self._sequences[sequence.req.uid] = sequence
-            self.scheduler.add(sequence.req)
-        return sequences
+    def _submit(self, sequences: list[Sequence]) -> None:
+        self._check_open()
+        with hold_interrupts():
+            for sequence in sequences:
+                self._sequences[sequence.req.uid] = sequence
+                self.scheduler.add(sequence.req)
 
     def _step(self, progress: Progress | None = None) -> None:
         """One step of the scheduler, whoever's requests it runs."""
-        for update in self.scheduler.step():
-            sequence = self._sequences.get(update.uid)
-            if sequence is None:  # a forgotten stream's last update
-                continue
-            if sequence.push(update):
-                self.scheduler.abort(update.uid, "stop")
-            if progress is not None:
-                progress.update(update, sequence.req)
+        self._check_open()
+        if not self.scheduler.has_work:
+            raise RuntimeError("A sequence has not ended, but the scheduler has no work")
+        with hold_interrupts():
+            for update in self.scheduler.step():
+                sequence = self._sequences.get(update.uid)
+                if sequence is None:  # a forgotten stream's last update
+                    continue
+                if sequence.push(update):
+                    self.scheduler.abort(update.uid, "stop")
+                if progress is not None:
+                    progress.update(update, sequence.req)
 
     def _forget(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.finish_reason is None:  # an interrupt or error: give the pages back
-                self.scheduler.abort(sequence.req.uid)
-            self._sequences.pop(sequence.req.uid, None)
+        with hold_interrupts():
+            for sequence in sequences:
+                if sequence.finish_reason is None:  # an interrupt or error: give the pages back
+                    self.scheduler.abort(sequence.req.uid)
+                self._sequences.pop(sequence.req.uid, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this LLM was closed: make a new one")
 
     def _result(self, prompt: str | list[int], group: list[Sequence]) -> RequestOutput:
         first = group[0]
@@ -239,6 +252,14 @@ def _engine_config(config: dict[str, Any]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"LLM has no option {unknown[0]!r}; it takes: {', '.join(known)}")
     return EngineConfig(**config)
+
+
+def _inside(eos: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """The EOS ids that the model can produce; others are said to be there, once."""
+    outside = sorted(token for token in eos if token >= vocab_size)
+    if outside:
+        logger.warning("EOS ids %s are outside the vocabulary of %d", outside, vocab_size)
+    return eos - set(outside)
 
 
 def _load_tokenizer(path: str) -> Tokenizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
@@ -15,19 +16,22 @@ __all__ = ["Progress"]
 class Progress:
     """Counts finished sequences, with prefill and decode tokens per second beside them."""
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, uids: Sequence[int], shown: bool) -> None:
+        self._uids = frozenset(uids)
         self._bar = tqdm(
-            total=total, desc="Generating", disable=not shown, dynamic_ncols=True, unit="seq"
+            total=len(uids), desc="Generating", disable=not shown, dynamic_ncols=True, unit="seq"
         )
         self._start = time.perf_counter()
         self._prompt_tokens = 0
         self._output_tokens = 0
 
     def update(self, update: Update, req: Req) -> None:
-        """Take one update of the scheduler into account."""
+        """Take one update of the scheduler into account, if it is of these sequences."""
+        if update.uid not in self._uids:
+            return
         if update.token_id is not None:
             self._output_tokens += 1
-            if req.num_output == 1:
+            if len(req.token_ids) == req.prompt_len + 1:
                 self._prompt_tokens += req.prompt_len
         if update.finish_reason is not None:
             seconds = max(time.perf_counter() - self._start, 1e-9)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minisgl.core import Req, SamplingParams
 from minisgl.errors import InvalidRequestError
@@ -97,7 +97,7 @@ class RequestBuilder:
                 raise InvalidRequestError(
                     "the model has no tokenizer: give the prompt as token ids", param="prompt"
                 )
-            return self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt)  # may have tokens that the model lacks
         vocab_size = self.info.config.vocab_size
         for token in prompt:
             if type(token) is not int or not 0 <= token < vocab_size:
@@ -121,12 +121,13 @@ class RequestBuilder:
         assert params.max_tokens is not None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         stop_ids = frozenset(params.stop_token_ids)
+        others = replace(params, prompt_logprobs=None)  # the first sequence scores the prompt
         return [
             Req(
                 uid=first_uid + choice,
                 token_ids=list(token_ids),
                 prompt_len=len(token_ids),
-                params=params,
+                params=others if choice else params,
                 max_len=len(token_ids) + params.max_tokens,
                 seed=seed,
                 choice=choice,

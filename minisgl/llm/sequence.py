@@ -43,9 +43,9 @@ class Sequence:
         if update.token_id is not None and self._stop_reason is None:
             matched = self._push_token(update.token_id, update.logprobs, update.finish_reason)
         if update.finish_reason is not None:
-            self.finish_reason = "stop" if self._stop_reason is not None else update.finish_reason
             if not isinstance(self._stop_reason, str):
-                self._flush()
+                self._flush()  # may find a stop string in what was held back
+            self.finish_reason = "stop" if self._stop_reason is not None else update.finish_reason
         return matched and update.finish_reason is None
 
     def chunk(self) -> StreamChunk | None:
@@ -75,12 +75,16 @@ class Sequence:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if finish_reason == "stop":  # the id itself ended it: no part of the text
-            if token not in self.req.eos_ids:
+            if token in self.req.params.stop_token_ids:
                 self._stop_reason = token
             return False
         if self._detokenizer is None:
             return False
-        return self._push_text(self._detokenizer.push(token))
+        delta = self._detokenizer.push(token)
+        if len(self.token_ids) < self.req.params.min_tokens:
+            self._text.append(delta)  # too early for any stop
+            return False
+        return self._push_text(delta)
 
     def _push_text(self, delta: str) -> bool:
         result = self._stops.push(delta)

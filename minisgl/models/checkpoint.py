@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,19 @@ from typing import Any
 import torch
 
 from minisgl.config import ModelFacts
-from minisgl.errors import ModelNotFoundError
+from minisgl.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from minisgl.layers.rotary import rope_type
+from minisgl.params import SamplingParams
+from minisgl.utils.gguf_header import read_gguf_header
 from minisgl.utils.hf import is_gguf, read_json
-from minisgl.utils.torch_utils import parse_dtype
+from minisgl.utils.torch_utils import DTYPES, parse_dtype
 
 from .config import ModelConfig, token_ids
+from .fields import bad_field, shown
 
 __all__ = ["ModelInfo", "load_model_config", "load_model_info"]
+
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,9 @@ class ModelInfo:
 
     config: ModelConfig
     dtype: torch.dtype
-    """The type the weights were published in; bfloat16 for quantized files."""
+    """The type the weights were published in; bfloat16 for quantized files or if none is named."""
     generation_defaults: dict[str, Any] = field(default_factory=dict)
-    """`generation_config.json`, or empty."""
+    """`generation_config.json` without nulls, or empty."""
     eos_token_ids: frozenset[int] = frozenset()
     """The EOS ids of the config and of the generation config together."""
 
@@ -44,18 +50,61 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def load_model_info(model_path: str) -> ModelInfo:
-    """Everything the files say that isn't weights or tokenizer."""
+    """Everything the files say that isn't weights or tokenizer, checked.
+
+    Raises `UnsupportedModelError` for a config that can't be served, and `CheckpointError` for
+    files that can't be read or generation defaults that no request could ask for.
+    """
     raw = _read_config(model_path)
     config = ModelConfig.from_hf(SimpleNamespace(**raw))
-    generation_file = Path(model_path) / "generation_config.json"
-    defaults = read_json(generation_file) if generation_file.is_file() else {}
-    stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    file = Path(model_path) / "generation_config.json"
+    defaults = _generation_defaults(file) if file.is_file() else {}
+    eos = token_ids(defaults.get("eos_token_id"), f"{file}: eos_token_id")
     return ModelInfo(
         config=config,
-        dtype=parse_dtype(str(stored)),
+        dtype=_gguf_dtype(model_path) if is_gguf(model_path) else _stored_dtype(raw),
         generation_defaults=defaults,
-        eos_token_ids=frozenset(config.eos_token_ids + token_ids(defaults.get("eos_token_id"))),
+        eos_token_ids=frozenset(config.eos_token_ids + eos),
     )
+
+
+def _generation_defaults(file: Path) -> dict[str, Any]:
+    """A `generation_config.json` without its nulls, once a request could be made with it."""
+    defaults = {name: value for name, value in read_json(file).items() if value is not None}
+    top_k = defaults.get("top_k")
+    if isinstance(top_k, float) and top_k.is_integer():
+        defaults["top_k"] = int(top_k)
+    sample = defaults.get("do_sample", True)
+    if not isinstance(sample, bool):
+        raise CheckpointError(f"{file}: do_sample = {shown(sample)} must be true or false")
+    try:
+        SamplingParams().resolve_defaults(defaults)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return defaults
+
+
+def _stored_dtype(raw: dict[str, Any]) -> torch.dtype:
+    """`dtype` (transformers 5) or `torch_dtype` (4.x) of a config; bfloat16 if neither says."""
+    name = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    value = raw.get(name)
+    if value is None or value == "auto":
+        return torch.bfloat16
+    try:
+        if isinstance(value, str):
+            return parse_dtype(value.removeprefix("torch."))
+    except ValueError:
+        pass
+    raise bad_field(name, value, f'"auto", null, or one of {", ".join(DTYPES)}')
+
+
+def _gguf_dtype(path: str) -> torch.dtype:
+    """The type that most bytes of the matrices are stored in; bfloat16 if they are quantized."""
+    nbytes: Counter[torch.dtype] = Counter()
+    for info in read_gguf_header(path).tensors:
+        if len(info.shape) > 1:
+            nbytes[_GGUF_DTYPES.get(info.type_name, torch.bfloat16)] += info.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else torch.bfloat16
 
 
 def _read_config(model_path: str) -> dict[str, Any]:

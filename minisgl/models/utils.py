@@ -38,7 +38,12 @@ class RopeAttn(BaseOP):
             qk_norm = (self.q_norm, self.k_norm)
         rotary = config.rotary_config
         rope = get_rope(
-            rotary.head_dim, rotary.rotary_dim, rotary.max_position, rotary.base, rotary.scaling
+            rotary.head_dim,
+            rotary.rotary_dim,
+            rotary.max_position,
+            rotary.base,
+            rotary.scaling,
+            table_length=rotary.table_length,
         )
         self.attn = AttentionLayer(layer_id, heads, kv_heads, head_dim, rope, qk_norm)
         self.o_proj = LinearOProj(heads, head_dim, config.hidden_size, config.output_bias)

@@ -28,6 +28,7 @@ from minisgl.utils import partition
 from minisgl.utils.hf import is_gguf, read_json
 
 from .checkpoint import load_model_config
+from .fields import shown
 
 __all__ = ["load_weight", "shard_tensor"]
 
@@ -145,10 +146,13 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} has no 'weight_map'")
+    for key, name in weight_map.items():
+        if not _is_file_name(name):
+            raise CheckpointError(
+                f"{index} names {shown(name)} for {key}: not a file of its folder"
+            )
     files: dict[Path, set[str]] = {folder / name: set() for name in sorted(weight_map.values())}
     for key, name in weight_map.items():
-        if Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r} for {key}: not a file of its folder")
         files[folder / name].add(key)
     for path, keys in files.items():
         if not path.is_file():
@@ -157,6 +161,12 @@ def _files(folder: Path) -> dict[Path, set[str]]:
                 f"{len(keys)} tensors such as {min(keys)}"
             )
     return files
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it is a string that names something in a folder, and neither the folder nor above."""
+    plain = isinstance(name, str) and name not in ("", ".", "..") and name.isprintable()
+    return plain and Path(str(name)).name == name and len(str(name).encode()) <= 255
 
 
 def _progress(tensors: Iterator[NamedTensor], total: int | None) -> Iterator[NamedTensor]:

@@ -105,28 +105,29 @@ class Scheduler:
 
         `reason` is `"stop"` when the front saw a stop string. False if no such request lives.
         """
-        for req in self._waiting:
-            if req.uid == uid:
-                self._waiting.remove(req)
-                self._ready.append(Update(uid, finish_reason=reason))
-                return True
         for req in self._running:
             if req.uid == uid:
                 self._release(req)
+                self._ready.append(Update(uid, finish_reason=reason))
+                return True
+        for req in self._waiting:
+            if req.uid == uid:
+                self._waiting.remove(req)
                 self._ready.append(Update(uid, finish_reason=reason))
                 return True
         return False
 
     def step(self) -> list[Update]:
         """Compute one batch, if there is one, and return what changed."""
-        updates, self._ready = self._ready, []
         reqs = self._schedule()
+        delivered: list[Update] = []
         if reqs:
-            batch = Batch(reqs)
-            output = self._executor.launch(batch).result()
-            updates += self._deliver(reqs, output)
+            output = self._executor.launch(Batch(reqs)).result()
+            delivered = self._deliver(reqs, output)
         if not self._running:
             self.check_integrity()
+        # Taken last: a step that raises loses no request's end.
+        updates, self._ready = self._ready + delivered, []
         return updates
 
     def check_integrity(self) -> None:

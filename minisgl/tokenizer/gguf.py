@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ..utils.gguf_header import read_gguf_header
 from .parts import TokenizerParts
 
@@ -38,13 +38,19 @@ _LLAMA3_WORDS = _QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 def load_gguf(path: str) -> TokenizerParts:
     """Read the tokenizer of the GGUF file at `path`.
 
-    Raises UnsupportedModelError for a kind of vocabulary or a pre-tokenizer that is not known
-    (naming those that are), CheckpointError if the metadata is incomplete or contradicts itself.
+    Raises ModelNotFoundError if the file has no tokenizer, UnsupportedModelError for a kind of
+    vocabulary or a pre-tokenizer that is not known (naming those that are), CheckpointError if
+    the metadata is incomplete or contradicts itself.
     """
     metadata = read_gguf_header(path, with_tokenizer=True).metadata
     kind = metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        raise ModelNotFoundError(
+            f"No tokenizer in {path}: tokenizer.ggml.model is {kind or 'absent'}; use token ids, "
+            "or the model's Hugging Face folder"
+        )
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise UnsupportedModelError(
             f"{path}: tokenizer.ggml.model = {kind!r} is not supported, only "
             f"{', '.join(builders)}; use the model's Hugging Face folder"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ def is_gguf(path: str | Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def resolve_model_path(model: str) -> str:
+def resolve_model_path(model: str | os.PathLike[str]) -> str:
     """A folder or GGUF file on disk for `model`.
 
     `model` is a folder, a GGUF file, `smollm2`, or a hub id, which is downloaded.
     Raises `ModelNotFoundError` saying what was looked for.
     """
+    model = os.fspath(model)
     if not model:  # Path("") would be the current folder
         raise ModelNotFoundError(f"The model's name is empty: give {_WHAT}")
     path = Path(model).expanduser()

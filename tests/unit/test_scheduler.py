@@ -112,6 +112,27 @@ def test_retracted_requests_end_as_if_undisturbed():
     assert cache.num_free_pages == 9
 
 
+def test_a_retracted_request_comes_before_those_that_never_ran():
+    scheduler, executor, _ = make(num_pages=4, rows=2, budget=16, max_len=16)
+    for uid in range(3):
+        scheduler.add(make_req(uid, [3 + uid] * 7, 9, ignore_eos=True))
+    drain(scheduler)
+    assert scheduler.num_retractions > 0
+    first = [next(i for i, s in enumerate(executor.steps) if uid in dict(s)) for uid in range(3)]
+    last = [max(i for i, s in enumerate(executor.steps) if uid in dict(s)) for uid in range(3)]
+    assert last[1] < last[2] and first[1] < first[2], "2 was admitted before 1 came back"
+
+
+def test_no_stop_id_ends_a_request_before_min_tokens():
+    prompt = next([a, b] for a in range(2, 20) for b in range(2, 20) if next_token([a, b]) == EOS)
+    scheduler, _, _ = make()
+    scheduler.add(make_req(0, prompt, 5))
+    scheduler.add(make_req(1, prompt, 5, min_tokens=2))
+    got = outputs(drain(scheduler))
+    assert got[0] == [EOS]
+    assert len(got[1]) > 1
+
+
 def test_a_pool_of_one_request_serves_many():
     """No livelock at the smallest pool that can hold a request at all."""
     scheduler, _, _ = make(num_pages=3, page_size=4, rows=4, max_len=12)
