@@ -115,7 +115,8 @@ class SamplingParams:
         """A copy without None: the request's value, else the model's, else OpenAI's.
 
         `model_defaults` is a `generation_config.json`; what it says of other things is ignored.
-        `max_tokens` is the default length; it grows to `min_tokens` when that is more.
+        `max_tokens` is the length if the model's defaults have no `max_new_tokens`; either
+        grows to `min_tokens` when that is more.
         """
         values: dict[str, Any] = {
             "temperature": 1.0,
@@ -130,7 +131,8 @@ class SamplingParams:
                 values[name] = given
         if model_defaults.get("do_sample") is False:
             values["temperature"] = 0.0
-        values["max_tokens"] = max(max_tokens, self.min_tokens, 1)
+        limit = model_defaults.get("max_new_tokens")
+        values["max_tokens"] = max(max_tokens if limit is None else limit, self.min_tokens, 1)
         unset = {k: v for k, v in values.items() if getattr(self, k) is None}
         return replace(self, **unset)
 

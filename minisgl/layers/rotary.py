@@ -113,7 +113,7 @@ def get_rope(
             raise RuntimeError("Call set_rope_device() before building a model on meta device")
         device = _rope_device
     frozen = _freeze(scaling) if scaling else ()
-    length = max_context(max_position, scaling)
+    length = _stretched(max_position, scaling)
     if table_length is not None:
         length = min(length, table_length)
     return _build(head_dim, rotary_dim, max_position, float(base), frozen, length, device)
@@ -141,14 +141,17 @@ def max_context(max_position: int, scaling: Mapping[str, Any] | None) -> int:
 
     Published configs disagree on whether `max_position_embeddings` is the context before or
     after stretching; the larger reading holds for yarn and linear. llama3's factor divides
-    frequencies and is no ratio of lengths.
+    frequencies and promises no length: its configs name the context themselves.
     """
-    kind = rope_type(scaling)
-    if scaling is None or kind not in ("linear", "yarn", "llama3"):
+    return max_position if rope_type(scaling) == "llama3" else _stretched(max_position, scaling)
+
+
+def _stretched(max_position: int, scaling: Mapping[str, Any] | None) -> int:
+    """Positions up to which the scaling reaches, whether or not the model promises them."""
+    if scaling is None or rope_type(scaling) not in ("linear", "yarn", "llama3"):
         return max_position
     original = scaling.get("original_max_position_embeddings") or max_position
-    factor = 1.0 if kind == "llama3" else scaling.get("factor") or 1.0
-    return max(max_position, math.ceil(original * factor))
+    return max(max_position, math.ceil(original * (scaling.get("factor") or 1.0)))
 
 
 def _freeze(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -182,7 +185,7 @@ def _variant(
     if kind in ("default", "dynamic"):
         return None, 1.0
     if kind == "freq_factors":
-        factors = torch.tensor(_field(kind, scaling, "factors"), device="cpu")
+        factors = torch.tensor(_field(kind, scaling, "factors"), dtype=torch.float, device="cpu")
         return lambda inv_freq: inv_freq / factors.to(inv_freq.device), 1.0
     if kind == "linear":
         factor = _field(kind, scaling, "factor")

@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernel import indexing
 from minisgl.layers import RMSNorm, RMSNormFused, VocabParallelEmbedding, get_rope, set_rope_device
+from minisgl.layers.rotary import clear_rope_cache, max_context
 from minisgl.models import ModelConfig
 from minisgl.models.decoder import DecoderLayer
 from minisgl.utils import torch_dtype
@@ -259,6 +260,9 @@ def test_tables_reach_over_the_extended_context() -> None:
     assert length(1024, "linear") == 4096
     assert length(1024, "yarn") == length(1024, "llama3") == 8192
     assert length(8192, "yarn") == 8192  # the config names the extended context already
+    # What the model promises is another thing: llama3's configs name the context themselves.
+    assert max_context(1024, VARIANTS["yarn"]) == 8192
+    assert max_context(1024, VARIANTS["llama3"]) == 1024
 
 
 def test_both_spellings_of_the_type_are_read() -> None:
@@ -297,6 +301,20 @@ def test_layers_share_one_table() -> None:
     factors = [1.0] * 32  # lists are not hashable
     scaling = {"rope_type": "freq_factors", "factors": factors}
     assert get_rope(64, 64, 64, 1e4, scaling) is get_rope(64, 64, 64, 1e4, {**scaling})
+
+
+def test_tables_do_not_depend_on_the_default_dtype() -> None:
+    factors = [1.0 + i / 7 for i in range(32)]
+    for scaling in (*VARIANTS.values(), {"rope_type": "freq_factors", "factors": factors}):
+        wide = get_rope(64, 64, 300, 12345.0, scaling)._cos_sin_cache
+        clear_rope_cache()
+        with torch_dtype(torch.bfloat16):
+            narrow = get_rope(64, 64, 300, 12345.0, scaling)._cos_sin_cache
+        assert torch.equal(wide, narrow)
+    angles = torch.arange(300).double()[:, None] / 12345.0 ** (torch.arange(0, 64, 2) / 64).double()
+    expected = (angles / torch.tensor(factors, dtype=torch.float64)).cos()
+    # Angles reach 300: float32 has 3e-5 there, and its powers err a little more.
+    assert (narrow[:, :32] - expected).abs().max() < 1e-4
 
 
 def test_building_on_meta_needs_a_real_device_for_the_table() -> None:
