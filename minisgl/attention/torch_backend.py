@@ -3,8 +3,8 @@
 A batch has requests that decode (one token each) and prefill chunks. They are planned once a
 step for each sliding window that the model has:
 
-    decode     bucketed by the power of two of their page count; a bucket gathers its pages
-               into [b, L, Hk, D] and masks the tails, so at most half of L is padding
+    decode     in buckets of similar length; a bucket gathers its pages into [b, L, Hk, D]
+               and masks the tails
     first chunk   of a prompt: its keys are all in the batch; causal, nothing gathered
     later chunks  gather the request's pages and mask what lies after (or too far before)
 
@@ -14,7 +14,7 @@ step for each sliding window that the model has:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,9 @@ from minisgl.kvcache import KVPool
 from minisgl.utils import div_ceil
 
 __all__ = ["TorchBackend", "TorchMetadata"]
+
+_KEYS_PER_CALL = 512
+"""Keys that are gathered and attended in the time a call takes anyway (see docs/log.md)."""
 
 
 @dataclass(eq=False)
@@ -141,15 +144,14 @@ class TorchBackend:
         self, batch: Batch, ends: list[int], table: torch.Tensor, window: int | None
     ) -> _Plan:
         plan = _Plan()
-        buckets: dict[int, list[int]] = {}
+        spans: list[tuple[int, int]] = []  # (keys read, place in the batch) of those that decode
         for i, req in enumerate(batch.reqs):
             if req.extend_len == 1:
                 first = self._first_page(req.device_len - 1, window)
-                pages = div_ceil(req.device_len, self._page_size) - first
-                buckets.setdefault((pages - 1).bit_length(), []).append(i)
+                spans.append((req.device_len - first * self._page_size, i))
             else:
                 plan.chunks.append(self._chunk(batch, i, ends, table, window))
-        for _, members in sorted(buckets.items()):
+        for members in _buckets(spans):
             plan.decodes.append(self._bucket(batch, members, ends, table, window))
         return plan
 
@@ -206,6 +208,23 @@ class TorchBackend:
             hidden |= keys <= own - window
         mask = torch.zeros(hidden.shape, dtype=self._pool.data.dtype, device=own.device)
         return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _buckets(spans: list[tuple[int, int]]) -> Iterator[list[int]]:
+    """Split `(keys, place)` into buckets that are gathered and attended in one call each.
+
+    A bucket is padded to its longest member, so they are taken longest first, and a new bucket
+    begins where the keys of padding it saves all that are left cost more than one more call.
+    """
+    spans = sorted(spans, reverse=True)
+    start = 0
+    for i in range(1, len(spans) + 1):
+        if i < len(spans):
+            saved = (spans[start][0] - spans[i][0]) * (len(spans) - i)
+            if saved <= _KEYS_PER_CALL:
+                continue
+        yield sorted(place for _, place in spans[start:i])  # in the batch's order
+        start = i
 
 
 def _gather(pages: torch.Tensor, indices: torch.Tensor, length: int) -> torch.Tensor:

@@ -32,8 +32,10 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Source: Zhang and Sennrich 2019, with Llama's rounding to the input dtype before the weight.
     """
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    # In place where the tensor is ours: large temporaries cost more than the arithmetic.
+    wide = wide * scale if wide is x else wide.mul_(scale)
+    return wide.to(x.dtype).mul_(weight)
 
 
 def rmsnorm_inplace(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:

@@ -54,9 +54,14 @@ def ids(llm: LLM, prompt: Any, **params: Any) -> list[int]:
 def test_repetition_penalty_equals_transformers(reference: Any, tiny: LLM) -> None:
     for prompt in PROMPTS:
         theirs = reference.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=40, do_sample=False, repetition_penalty=1.7,
-            eos_token_id=None, pad_token_id=0,
-        )[0, len(prompt) :].tolist()  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=40,
+            do_sample=False,
+            repetition_penalty=1.7,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
         ours = ids(
             tiny, prompt, max_tokens=40, temperature=0, repetition_penalty=1.7, ignore_eos=True
         )
