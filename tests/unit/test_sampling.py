@@ -108,6 +108,12 @@ def test_argmax_takes_the_lowest_id_among_equals():
     assert sampling.argmax(logits).tolist() == [0, 7, 0]
 
 
+@given(st.lists(st.lists(st.integers(0, 3), min_size=256, max_size=256), min_size=1, max_size=3))
+def test_argmax_in_pieces_takes_the_first_of_many_equals(rows):
+    logits = torch.tensor(rows, dtype=torch.float32)
+    assert sampling.argmax(logits).tolist() == [row.index(max(row)) for row in rows]
+
+
 def test_penalties_by_hand():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.0]])
     prompt = sampling.token_counts(torch.tensor([[0, 1, -1]]), 4)
