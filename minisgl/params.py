@@ -132,6 +132,7 @@ class SamplingParams:
         if model_defaults.get("do_sample") is False:
             values["temperature"] = 0.0
         limit = model_defaults.get("max_new_tokens")
+        _integer("max_new_tokens", limit, 1)
         values["max_tokens"] = max(max_tokens if limit is None else limit, self.min_tokens, 1)
         unset = {k: v for k, v in values.items() if getattr(self, k) is None}
         return replace(self, **unset)

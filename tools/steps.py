@@ -65,6 +65,7 @@ STEPS = (
             "minisgl/models/base.py",
             "minisgl/models/config.py",
             "minisgl/models/decoder.py",
+            "minisgl/models/fields.py",
             "minisgl/models/utils.py",
         ),
         (CONFIG,),

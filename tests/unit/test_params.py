@@ -95,6 +95,11 @@ def test_defaults_are_the_request_then_the_model_then_openai():
     assert asked == SamplingParams(top_p=0.5), "the caller's object changed"
 
 
+def test_a_model_s_own_length_replaces_the_default_but_not_the_request():
+    assert SamplingParams().resolve_defaults({"max_new_tokens": 7}).max_tokens == 7
+    assert SamplingParams(max_tokens=3).resolve_defaults({"max_new_tokens": 7}).max_tokens == 3
+
+
 def test_do_sample_false_means_greedy_unless_the_request_says_otherwise():
     assert SamplingParams().resolve_defaults({"do_sample": False, "temperature": 0.7}).greedy
     warm = SamplingParams(temperature=0.7)
