@@ -143,26 +143,32 @@ class Engine:
 
     def _measure_peak(self, shape: KVShape) -> int:
         """Bytes that the largest step needs beyond weights and pool, by running one (CUDA)."""
-        length = min(self.config.max_prefill_length, self.config.max_model_len)
+        budget = self.config.max_prefill_length
+        length = min(budget, self.config.max_model_len)
         pages = div_ceil(length, self.config.page_size)
+        count = min(budget // length, self.config.max_running_requests)
         params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
-        self._make_tables(shape, pages, length)
-        req = Req(
-            uid=0,
-            token_ids=[0] * length,
-            prompt_len=length,
-            params=params,
-            max_len=length + 1,
-            row=0,
-            pages=list(range(pages)),
-            device_len=length,
-        )
-        self.attach(req)
-        self.set_pages(0, 0, req.pages)
+        self._make_tables(shape, pages * count, length)
+        reqs = [
+            Req(
+                uid=row,
+                token_ids=[0] * length,
+                prompt_len=length,
+                params=params,
+                max_len=length + 1,
+                row=row,
+                pages=list(range(row * pages, (row + 1) * pages)),
+                device_len=length,
+            )
+            for row in range(count)
+        ]
+        for req in reqs:
+            self.attach(req)
+            self.set_pages(req.row, 0, req.pages)
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.launch(Batch([req])).result()
+        self.launch(Batch(reqs)).result()
         peak = torch.cuda.max_memory_allocated(self._device) - before
         # A full batch of decodes samples on [rows, V] float32 several times over.
         logits = self.config.max_running_requests * self.model_config.vocab_size * 4

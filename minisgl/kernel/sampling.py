@@ -34,7 +34,8 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         pieces = logits.unflatten(1, (-1, _PIECE))
         best_piece = pieces.amax(dim=-1).argmax(dim=-1)
         rows = torch.arange(logits.shape[0])
-        return best_piece * _PIECE + pieces[rows, best_piece].argmax(dim=-1)
+        first: torch.Tensor = pieces[rows, best_piece].argmax(dim=-1)
+        return best_piece * _PIECE + first
     best = logits.amax(dim=-1, keepdim=True)
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return torch.where(logits == best, ids, logits.shape[-1]).amin(dim=-1)

@@ -82,5 +82,5 @@ def test_the_pool_is_sized_from_a_measured_peak_and_a_full_load_fits(tmp_path: P
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(len(output.token_ids) == 64 for output in outputs)
         free, _ = torch.cuda.mem_get_info()
-        # The context and torch's cache outside of the plan take some hundred MB.
-        assert total - free < total * ratio + (1 << 30)
+        # What the plan can't see: fragments of torch's cache, kernels loaded later.
+        assert total - free < total * ratio + (3 << 29)
