@@ -32,7 +32,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
             return logits.argmax(dim=-1)
         # The largest of each piece first: amax is vectorized on the CPU, argmax is not.
         pieces = logits.unflatten(1, (-1, _PIECE))
-        best_piece = pieces.amax(dim=-1).argmax(dim=-1)
+        best_piece: torch.Tensor = pieces.amax(dim=-1).argmax(dim=-1)
         rows = torch.arange(logits.shape[0])
         first: torch.Tensor = pieces[rows, best_piece].argmax(dim=-1)
         return best_piece * _PIECE + first
