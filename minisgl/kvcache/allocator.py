@@ -23,6 +23,10 @@ class PageAllocator:
         """Pages that can be allocated now."""
         return len(self._free)
 
+    def free_pages(self) -> Sequence[int]:
+        """The free pages, for integrity checks."""
+        return self._free
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages; the caller has checked that `num_free` is enough."""
         if count > len(self._free):

@@ -1,0 +1,128 @@
+"""What all caches have in common: page arithmetic, and pages that belong to one request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Sequence
+
+from minisgl.core import Req
+from minisgl.utils import div_ceil
+
+from .allocator import PageAllocator
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Gives running requests the pages they need next, and takes them back; shares nothing.
+
+    A request's pages cover `[0, len(pages) * page_size)` of its tokens. All page arithmetic of
+    the engine is here and in the subclasses; everything else counts in tokens.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, free or not."""
+        return self.allocator.num_pages
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that the prefix cache owns, whether or not a request reads them now."""
+        return 0
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be handed out: free ones, and cached ones that nobody reads."""
+        return self.allocator.num_free
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the longest sequence that could run, alone."""
+        return self.num_pages * self.page_size
+
+    # -- sharing, which a subclass may do --------------------------------------------------
+
+    def match(self, req: Req) -> int:
+        """Tokens of a waiting request that `reuse` would find now; changes nothing."""
+        return 0
+
+    def reuse(self, req: Req) -> list[int]:
+        """Cached pages that continue `req.pages`, added to it; its lengths move up over them."""
+        return []
+
+    def publish(self, req: Req) -> None:
+        """Let others read the full pages of `[0, cached_len)` while the request still runs."""
+
+    def next_page(self, req: Req) -> Hashable | None:
+        """Names the page that a running request computes next, by its tokens and all before;
+        None if these can't be shared."""
+        return None
+
+    def awaits(self, req: Req, computing: Container[Hashable]) -> bool:
+        """Whether the page that this request computes next is one of those, which others compute
+        in this step: then it can read that page in the next step."""
+        return False
+
+    def flush(self) -> int:
+        """Forget all cached pages that nobody reads now; returns how many."""
+        return 0
+
+    # -- pages of one request --------------------------------------------------------------
+
+    def missing_pages(self, req: Req, length: int) -> int:
+        """Pages that a request lacks to hold `length` tokens."""
+        return max(0, div_ceil(length, self.page_size) - len(req.pages))
+
+    def room_for(self, req: Req) -> int:
+        """Tokens this request can grow to (its length then) with the available pages."""
+        return (len(req.pages) + self.num_available_pages) * self.page_size
+
+    def grow(self, req: Req, length: int) -> list[int] | None:
+        """Pages added so that `length` tokens fit, or None (and no change) if too few are left."""
+        missing = self.missing_pages(req, length)
+        if missing == 0:
+            return []
+        if missing > self.num_available_pages:
+            return None
+        self._make_free(missing)
+        pages = self.allocator.allocate(missing)
+        req.pages += pages
+        return pages
+
+    def end(self, req: Req, *, keep: bool = True) -> None:
+        """Take all pages of a request back; `keep` whether others may read what it computed."""
+        self.allocator.free(req.pages)
+        req.pages = []
+
+    def _make_free(self, count: int) -> None:
+        """Bring the free list to `count` pages; they are available."""
+
+    # -- conservation ----------------------------------------------------------------------
+
+    def check_counts(self, holders: Sequence[Req]) -> None:
+        """Raise unless free + cached + in use = all pages; costs little, so done when idle."""
+        private = sum(len(req.pages) - req.num_shared for req in holders)
+        free, cached = self.allocator.num_free, self.num_cached_pages
+        if free + cached + private != self.num_pages:
+            raise RuntimeError(
+                f"Pages lost: {free} free + {cached} cached + {private} in use of {self.num_pages}"
+            )
+
+    def check_integrity(self, holders: Sequence[Req]) -> None:
+        """Raise unless every page has exactly one owner: the free list, the prefix cache or one
+        of the requests that hold pages; looks at every page."""
+        self.check_counts(holders)
+        owned = Counter(self.allocator.free_pages())
+        owned.update(self._cached_pages())
+        for req in holders:
+            owned.update(req.pages[req.num_shared :])
+        wrong = {page: owned[page] for page in range(self.num_pages) if owned[page] != 1}
+        if wrong or len(owned) != self.num_pages:
+            raise RuntimeError(f"Pages without exactly one owner (page: owners): {wrong}")
+
+    def _cached_pages(self) -> Iterable[int]:
+        return ()
