@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 
 from minisgl.config import EngineConfig, resolve
-from minisgl.core import Batch, Req, SamplingParams
+from minisgl.core import Batch, PageWrites, Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.models import load_model_info
 from minisgl.utils.hardware import Hardware
@@ -56,8 +56,9 @@ def main() -> None:
     while len(req.token_ids) < req.max_len:
         req.device_len = len(req.token_ids)  # the whole prompt first, then the newest token
         while len(req.pages) * config.page_size < req.device_len:
-            req.pages.append(free_pages.pop(0))
-            engine.set_pages(req.row, len(req.pages) - 1, req.pages[-1:])
+            column, page = len(req.pages), free_pages.pop(0)
+            engine.set_pages(PageWrites([req.row], [column], [page], fresh=[page]))
+            req.pages.append(page)
         batch = Batch([req])
         kind = "prefill" if batch.is_prefill else "decode"
         [token] = engine.launch(batch).result().token_ids

@@ -4,14 +4,16 @@
 
 A request owns a growing list of token ids and a row of the page table. Its lengths obey
 
-    0 <= cached_len <= device_len <= len(token_ids) <= max_len
+    0 <= cached_len <= device_len <= num_tokens <= max_len
 
-    token_ids   | prompt ........................... | output ..... |
-                0           cached_len   device_len                 len(token_ids)
-                | KV written | this step | not yet computed         |
+    tokens      | prompt ............... | output ........... | pending |
+                0           cached_len   device_len           |         num_tokens
+                | KV written | next step | not yet computed   len(token_ids)
 
-`cached_len` tokens have their keys and values in the pool; the step in flight computes the
-tokens `[cached_len, device_len)`; when it is done, `cached_len` becomes `device_len`.
+`cached_len` tokens have their keys and values in the pool, or will have when the steps launched
+so far are done; the step being prepared computes the tokens `[cached_len, device_len)`, and when
+it is launched `cached_len` becomes `device_len`. `num_pending` tokens were sampled by launched
+steps whose result the host has not read: their place is known, their ids only to the device.
 
 The protocols at the end are what upper rows implement and lower rows call, so that no lower
 row imports an upper one.
@@ -19,10 +21,12 @@ row imports an upper one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
 
 from .params import SamplingParams
 
@@ -35,6 +39,7 @@ __all__ = [
     "Batch",
     "Context",
     "Executor",
+    "PageWrites",
     "PendingStep",
     "Req",
     "SamplingParams",
@@ -63,29 +68,54 @@ class Req:
     """Token ids that end the sequence (EOS and the user's); empty with `ignore_eos`."""
     eos_ids: frozenset[int] = frozenset()
     """All the model's EOS ids, which `min_tokens` bans whether or not they stop."""
+    priority: int = 0
+    """Smaller runs earlier and is retracted later; equal ones by arrival."""
+    arrival: int = -1
+    """Place among all requests by the time they were queued; given by the scheduler."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with those of the same salt."""
     row: int = -1
     """Row in the page table while running, else -1."""
     pages: list[int] = field(default_factory=list)
-    """Pages of the KV pool that hold `[0, cached_len)` and the step in flight, in order."""
+    """Pages of the KV pool that hold `[0, device_len)`, in order."""
+    num_shared: int = 0
+    """How many of `pages`, from the first, belong to the prefix cache; the rest to the request."""
     cached_len: int = 0
     device_len: int = 0
+    num_pending: int = 0
+    """Tokens that launched steps sample and the host has not read."""
+    num_in_flight: int = 0
+    """Launched steps with this request whose result the host has not read."""
+    num_cached_tokens: int = 0
+    """Prompt tokens read from the prefix cache instead of computed, before the first output."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log-probabilities were delivered; a resumed request skips them."""
+    retracted: bool = False
+    """It lost its pages at least once, and what it reads from the prefix cache may be its own."""
+    finished: bool = False
+    """Its end was told; a step in flight may still compute a token, to be thrown away."""
+    cache_handle: object = None
+    """What the prefix cache keeps about this request; opaque to everyone else."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those in flight: the length after all launched steps."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far that the host has read."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def extend_len(self) -> int:
-        """Tokens that the step in flight computes."""
+        """Tokens that the step being prepared computes."""
         return self.device_len - self.cached_len
 
     @property
     def samples(self) -> bool:
-        """Whether the step in flight reaches the last known token, so that one is sampled."""
-        return self.device_len == len(self.token_ids)
+        """Whether the step being prepared reaches the last token, so that one is sampled."""
+        return self.device_len == self.num_tokens
 
     def __repr__(self) -> str:
         return (
@@ -106,10 +136,20 @@ class AttentionMetadata(Protocol):
 class Batch:
     """The requests that one forward computes, decoding ones and prefill chunks mixed.
 
+    The arrays `[B]` int64 are a snapshot taken here: the executor reads lengths from them and
+    not from the requests, which move on while an asynchronous device still computes the step.
     The tensors are filled by the engine: T tokens, one after another by request.
     """
 
     reqs: list[Req]
+    rows: np.ndarray = field(init=False)
+    """Each request's row in the page table and the token pool."""
+    cached_lens: np.ndarray = field(init=False)
+    """Tokens that have keys and values before this step."""
+    device_lens: np.ndarray = field(init=False)
+    """Tokens that have them after it."""
+    total_lens: np.ndarray = field(init=False)
+    """Tokens known or in flight, that is the position of a token sampled in this step."""
     input_ids: torch.Tensor = field(init=False)  # [T] int64
     positions: torch.Tensor = field(init=False)  # [T] int64
     out_loc: torch.Tensor = field(init=False)  # [T] int64, slot in the KV pool of each token
@@ -117,15 +157,35 @@ class Batch:
     prompt_logits: PromptLogitsSink | None = None
     """Receives the logits of further rows when a request wants its prompt's logprobs."""
 
+    def __post_init__(self) -> None:
+        lengths = [
+            (req.row, req.cached_len, req.device_len, len(req.token_ids) + req.num_pending)
+            for req in self.reqs
+        ]
+        columns = np.array(lengths, dtype=np.int64).reshape(-1, 4).T.copy()
+        self.rows, self.cached_lens, self.device_lens, self.total_lens = columns
+
     @property
     def size(self) -> int:
         """Number of requests (B)."""
         return len(self.reqs)
 
     @property
+    def extend_lens(self) -> np.ndarray:
+        """Tokens that the step computes of each request."""
+        lengths: np.ndarray = self.device_lens - self.cached_lens
+        return lengths
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Whether each request reaches its last token, so that one is sampled: `[B]` bool."""
+        samples: np.ndarray = self.device_lens == self.total_lens
+        return samples
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens (T)."""
-        return sum(req.extend_len for req in self.reqs)
+        return int(self.extend_lens.sum())
 
     @property
     def padded_size(self) -> int:
@@ -135,7 +195,7 @@ class Batch:
     @property
     def is_prefill(self) -> bool:
         """True when any request computes more than one token."""
-        return any(req.extend_len > 1 for req in self.reqs)
+        return bool((self.extend_lens > 1).any())
 
 
 class PromptLogitsSink(Protocol):
@@ -226,8 +286,9 @@ class StepOutput:
 
     token_ids: list[int | None]
     """The sampled token; None where a prompt chunk did not reach its end."""
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs]]
+    logprobs: list[TokenLogprobs | None] | None = None
+    """None when no request asked for any."""
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None
     """For the prompt tokens after the ones this step computed; empty where not asked for."""
 
 
@@ -239,15 +300,31 @@ class PendingStep(Protocol):
         ...
 
 
+class PageWrites(NamedTuple):
+    """Entries `(rows[i], columns[i])` of the page table that become `pages[i]`.
+
+    `fresh` are the pages among them that no one has written for this owner: what an earlier
+    owner left there is to be cleared.
+    """
+
+    rows: list[int]
+    columns: list[int]
+    pages: list[int]
+    fresh: list[int]
+
+
 class Executor(Protocol):
-    """Runs batches; the scheduler needs nothing else of an engine."""
+    """Runs batches; the scheduler needs nothing else of an engine.
+
+    The calls take effect on the device in the order in which they are made.
+    """
 
     def attach(self, req: Req) -> None:
         """The request got row `req.row`: take over its tokens and sampling state."""
         ...
 
-    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Entries `first, first + 1, ...` of a page-table row become `pages`."""
+    def set_pages(self, writes: PageWrites) -> None:
+        """Change the page table; called at most once before each `launch`."""
         ...
 
     def launch(self, batch: Batch) -> PendingStep:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from minisgl.config import EngineConfig, ModelFacts, resolve
-from minisgl.core import Batch, Req, SamplingParams
+from minisgl.core import Batch, PageWrites, Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.layers.rotary import rope_type
 from minisgl.models.checkpoint import load_model_info
@@ -138,7 +138,8 @@ def engine_logits(
     req = Req(uid=0, token_ids=ids, prompt_len=len(ids), params=params, max_len=len(ids) + 1)
     req.row, req.pages = 0, list(range(div_ceil(len(ids), size)))
     engine.attach(req)
-    engine.set_pages(req.row, 0, req.pages)
+    columns = list(range(len(req.pages)))
+    engine.set_pages(PageWrites([req.row] * len(columns), columns, req.pages, fresh=req.pages))
     found: list[torch.Tensor] = []
     for start in range(0, len(ids), chunk):
         req.device_len = min(start + chunk, len(ids))

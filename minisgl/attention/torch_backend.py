@@ -15,8 +15,9 @@ step for each sliding window that the model has:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from minisgl.core import Batch
@@ -24,6 +25,7 @@ from minisgl.kernel import store_kv
 from minisgl.kernel.torch_attention import decode_attention, prefill_attention
 from minisgl.kvcache import KVPool
 from minisgl.utils import div_ceil
+from minisgl.utils.transfer import to_device
 
 __all__ = ["TorchBackend", "TorchMetadata"]
 
@@ -54,8 +56,8 @@ class _Chunk:
 
 @dataclass(eq=False)
 class _Plan:
-    decodes: list[_Decode] = field(default_factory=list)
-    chunks: list[_Chunk] = field(default_factory=list)
+    decodes: list[_Decode]
+    chunks: list[_Chunk]
 
 
 @dataclass(eq=False)
@@ -92,21 +94,14 @@ class TorchBackend:
     def prepare_metadata(self, batch: Batch) -> TorchMetadata:
         """Plan the batch; its requests' rows of the page table are written already."""
         device = self._page_table.device
-        extends = [req.extend_len for req in batch.reqs]
-        ends = [0]
-        for extend in extends:
-            ends.append(ends[-1] + extend)
-        width = div_ceil(max(req.device_len for req in batch.reqs), self._page_size)
-        rows = torch.tensor([req.row for req in batch.reqs], device=device)
-        table = self._page_table[rows, :width].long()
-        plans = {w: self._plan(batch, ends, table, w) for w in dict.fromkeys(self._windows)}
+        ends = np.cumsum([0, *batch.extend_lens])
+        width = div_ceil(int(batch.device_lens.max()), self._page_size)
+        table = self._page_table[to_device(batch.rows, device), :width].long()
         return TorchMetadata(
-            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(
-                [req.device_len for req in batch.reqs], dtype=torch.int32, device=device
-            ),
+            cu_seqlens_q=to_device(ends.astype(np.int32), device),
+            seq_lens=to_device(batch.device_lens.astype(np.int32), device),
             page_table=table,
-            plans=plans,
+            plans={w: self._plan(batch, ends, table, w) for w in dict.fromkeys(self._windows)},
         )
 
     def forward(
@@ -141,65 +136,52 @@ class TorchBackend:
         return decode_attention(q, k, v, group.mask)
 
     def _plan(
-        self, batch: Batch, ends: list[int], table: torch.Tensor, window: int | None
+        self, batch: Batch, ends: np.ndarray, table: torch.Tensor, window: int | None
     ) -> _Plan:
-        plan = _Plan()
-        spans: list[tuple[int, int]] = []  # (keys read, place in the batch) of those that decode
-        for i, req in enumerate(batch.reqs):
-            if req.extend_len == 1:
-                first = self._first_page(req.device_len - 1, window)
-                spans.append((req.device_len - first * self._page_size, i))
-            else:
-                plan.chunks.append(self._chunk(batch, i, ends, table, window))
-        for members in _buckets(spans):
-            plan.decodes.append(self._bucket(batch, members, ends, table, window))
-        return plan
+        cached, lengths = batch.cached_lens, batch.device_lens
+        # Of a request's tokens in the step, the first one, at `cached`, sees furthest back.
+        seen = np.zeros_like(cached) if window is None else np.maximum(0, cached + 1 - window)
+        firsts = seen // self._page_size
+        # Place in the batch, first token there and in the sequence, keys, first page: [5, B].
+        spans = np.stack((np.arange(batch.size), ends[:-1], cached, lengths, firsts))
+        prefills = np.flatnonzero(batch.extend_lens > 1)
+        decodes = np.flatnonzero(batch.extend_lens == 1)
+        keys = (lengths - firsts * self._page_size)[decodes]
+        buckets = _buckets(list(zip(keys.tolist(), decodes.tolist(), strict=True)))
+        return _Plan(
+            decodes=[self._bucket(spans[:, members], table, window) for members in buckets],
+            chunks=[self._chunk(spans[:, i], table, window) for i in prefills],
+        )
 
-    def _first_page(self, position: int, window: int | None) -> int:
-        """Page of the first key that the token at `position` sees."""
-        return 0 if window is None else max(0, position + 1 - window) // self._page_size
-
-    def _bucket(
-        self,
-        batch: Batch,
-        members: list[int],
-        ends: list[int],
-        table: torch.Tensor,
-        window: int | None,
-    ) -> _Decode:
+    def _bucket(self, spans: np.ndarray, table: torch.Tensor, window: int | None) -> _Decode:
+        """The requests of `spans [5, b]` in one call."""
         device, size = table.device, self._page_size
-        lengths = [batch.reqs[i].device_len for i in members]
-        firsts = [self._first_page(n - 1, window) for n in lengths]
-        count = max(div_ceil(n, size) - first for n, first in zip(lengths, firsts, strict=True))
-        base = torch.tensor(firsts, device=device)
-        columns = base[:, None] + torch.arange(count, device=device)  # [b, count]
-        rows = torch.tensor(members, device=device)[:, None]
+        _, _, _, lengths, firsts = spans
+        count = int((-(-lengths // size) - firsts).max())
+        length = int((lengths - firsts * size).max())
+        place, token, own, end, first = to_device(spans, device).unsqueeze(2).unbind()  # [b, 1]
+        columns = first + torch.arange(count, device=device)  # [b, count]
         # Columns past a request's own pages are masked below; the dummy page has zeros there.
-        own_pages = torch.tensor([div_ceil(n, size) for n in lengths], device=device)[:, None]
-        pages = table[rows, columns.clamp(max=table.shape[1] - 1)]
-        pages = pages.where(columns < own_pages, self._pool.dummy_page)
-        length = max(n - first * size for n, first in zip(lengths, firsts, strict=True))
+        pages = table[place, columns.clamp(max=table.shape[1] - 1)]
+        pages = pages.where(columns * size < end, self._pool.dummy_page)
         mask = None
-        if window is not None or min(lengths) != max(lengths):
-            own = torch.tensor(lengths, device=device)[:, None] - 1
-            keys = base[:, None] * size + torch.arange(length, device=device)
+        if window is not None or lengths.min() != lengths.max():
+            keys = first * size + torch.arange(length, device=device)
             mask = self._mask(own, keys, window)[:, None, None]
-        tokens = torch.tensor([ends[i] for i in members], device=device)
-        return _Decode(tokens, pages.flatten(), length, mask)
+        return _Decode(token.flatten(), pages.flatten(), length, mask)
 
-    def _chunk(
-        self, batch: Batch, i: int, ends: list[int], table: torch.Tensor, window: int | None
-    ) -> _Chunk:
-        req, device = batch.reqs[i], table.device
-        start, end = ends[i], ends[i + 1]
-        if req.cached_len == 0 and (window is None or req.device_len <= window):
-            return _Chunk(start, end)
-        first = self._first_page(req.cached_len, window)
-        length = req.device_len - first * self._page_size
-        own = torch.arange(req.cached_len, req.device_len, device=device)[:, None]
-        keys = first * self._page_size + torch.arange(length, device=device)
-        pages = table[i, first : div_ceil(req.device_len, self._page_size)]
-        return _Chunk(start, end, pages, length, self._mask(own, keys, window))
+    def _chunk(self, span: np.ndarray, table: torch.Tensor, window: int | None) -> _Chunk:
+        """The request of `span [5]`."""
+        device, size = table.device, self._page_size
+        place, start, cached, end, first = span.tolist()
+        stop = start + end - cached
+        if cached == 0 and (window is None or end <= window):
+            return _Chunk(start, stop)
+        length = end - first * size
+        own = torch.arange(cached, end, device=device)[:, None]
+        keys = first * size + torch.arange(length, device=device)
+        pages = table[place, first : div_ceil(end, size)]
+        return _Chunk(start, stop, pages, length, self._mask(own, keys, window))
 
     def _mask(self, own: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
         """0 where the token at `own` sees the key at `keys`, else -inf; broadcast together."""

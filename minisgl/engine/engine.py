@@ -3,20 +3,32 @@
 launch(batch):  prepare    ids, positions, slots, attention metadata on the device
                 run        model.forward() under the batch's context
                 sample     one token for each request that reached its last token
-                deliver    tokens into the token pool; logprobs and ids to the host later
+                deliver    tokens into the token pool, where the next step reads them; a copy
+                           of tokens and logprobs to the host, which `result()` waits for
+
+A step may be launched before the result of the one before was read. So lengths come from the
+batch's arrays; a request is asked only for what never changes.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from minisgl.attention import TorchBackend
 from minisgl.config import ResolvedConfig
-from minisgl.core import Batch, Context, Req, SamplingParams, StepOutput, TokenLogprobs
+from minisgl.core import (
+    Batch,
+    Context,
+    PageWrites,
+    Req,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from minisgl.kvcache import KVPool, KVShape
 from minisgl.layers import local_heads, set_rope_device
 from minisgl.layers.rotary import clear_rope_cache
@@ -24,6 +36,7 @@ from minisgl.models import ModelConfig, create_model, load_weight
 from minisgl.models.base import BaseLLMModel
 from minisgl.utils import div_ceil, torch_dtype
 from minisgl.utils.logger import get_logger
+from minisgl.utils.transfer import to_device
 
 from .inputs import fill_batch
 from .memory import PoolPlan, check_fits, plan_pool
@@ -37,25 +50,25 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched forward: what it sampled, still on the device."""
+    """A launched forward of `size` requests: what it sampled, on its way to the host."""
 
-    reqs: list[Req]
+    size: int
     sampling: list[int]
-    """Places in `reqs` of the requests that sampled a token."""
+    """Places in the batch of the requests that sampled a token."""
     sampled: Sampled | None
     prompt: PromptLogprobs | None
 
     def result(self) -> StepOutput:
-        """Wait for the device and read tokens and logprobs."""
-        size = len(self.reqs)
-        token_ids: list[int | None] = [None] * size
-        logprobs: list[TokenLogprobs | None] = [None] * size
+        """Wait for this step, but for none launched after it, and read tokens and logprobs."""
+        token_ids: list[int | None] = [None] * self.size
+        logprobs: list[TokenLogprobs | None] = [None] * self.size
         if self.sampled is not None:
-            tokens = self.sampled.tokens.tolist()
-            entries = self.sampled.entries([self.reqs[i] for i in self.sampling])
+            tokens, entries = self.sampled.read()
             for i, token, entry in zip(self.sampling, tokens, entries, strict=True):
                 token_ids[i], logprobs[i] = token, entry
-        scored = self.prompt.by_request(size) if self.prompt else [[] for _ in range(size)]
+        scored: list[list[TokenLogprobs]] = [[] for _ in range(self.size)]
+        if self.prompt is not None:
+            scored = self.prompt.by_request(self.size)
         return StepOutput(token_ids, logprobs, scored)
 
 
@@ -81,14 +94,17 @@ class Engine:
 
     def attach(self, req: Req) -> None:
         """Write the request's tokens into the token pool at `req.row`."""
-        tokens = torch.tensor(req.token_ids, dtype=torch.int32, device=self._device)
-        self._token_pool[req.row, : len(req.token_ids)] = tokens
+        tokens = to_device(np.array(req.token_ids, dtype=np.int32), self._device)
+        self._token_pool[req.row, : tokens.shape[0]] = tokens
 
-    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Entries `first, first + 1, ...` of a page-table row become `pages`, cleared."""
-        values = torch.tensor(pages, device=self._device)
-        self._page_table[row, first : first + len(pages)] = values.int()
-        self._pool.clear(values)
+    def set_pages(self, writes: PageWrites) -> None:
+        """Change entries of the page table, each at most once, and clear the fresh pages."""
+        entries = np.array((writes.rows, writes.columns, writes.pages), dtype=np.int64)
+        rows, columns, pages = to_device(entries, self._device).unbind()
+        self._page_table[rows, columns] = pages.int()
+        if writes.fresh:
+            fresh = np.array(writes.fresh, dtype=np.int64)
+            self._pool.clear(to_device(fresh, self._device))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> _Step:
@@ -96,17 +112,17 @@ class Engine:
         prompt = self._prepare(batch)
         with self._ctx.forward_batch(batch):
             logits = self.model.forward()
-        sampling = [i for i, req in enumerate(batch.reqs) if req.samples]
-        if not sampling:
-            return _Step(batch.reqs, [], None, prompt)
+        sampling = np.flatnonzero(batch.samples)
+        if not sampling.size:
+            return _Step(batch.size, [], None, prompt)
+        if sampling.size < batch.size:
+            logits = logits[to_device(sampling, self._device)]
+        rows, positions = batch.rows[sampling], batch.total_lens[sampling]
         reqs = [batch.reqs[i] for i in sampling]
-        sampled = self._sampler.sample(
-            logits if len(sampling) == batch.size else logits[sampling], reqs
-        )
-        rows = torch.tensor([req.row for req in reqs], device=self._device)
-        ends = torch.tensor([len(req.token_ids) for req in reqs], device=self._device)
-        self._token_pool[rows, ends] = sampled.tokens.int()
-        return _Step(batch.reqs, sampling, sampled, prompt)
+        sampled = self._sampler.sample(logits, reqs, rows, positions)
+        row, column = to_device(np.stack((rows, positions)), self._device).unbind()
+        self._token_pool[row, column] = sampled.tokens.int()
+        return _Step(batch.size, sampling.tolist(), sampled, prompt)
 
     def close(self) -> None:
         """Give the memory of model, pool and tables back."""
@@ -164,7 +180,9 @@ class Engine:
         ]
         for req in reqs:
             self.attach(req)
-            self.set_pages(req.row, 0, req.pages)
+        every = list(range(pages * count))
+        rows, columns = np.divmod(every, pages)
+        self.set_pages(PageWrites(rows.tolist(), columns.tolist(), every, every))
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)

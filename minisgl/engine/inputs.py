@@ -1,11 +1,12 @@
-"""A batch's tensors, made from its requests' lengths and the tables on the device."""
+"""A batch's tensors, made from its lengths and the tables on the device."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from minisgl.core import Batch, Req
+from minisgl.core import Batch
+from minisgl.utils.transfer import to_device
 
 __all__ = ["fill_batch"]
 
@@ -18,21 +19,16 @@ def fill_batch(
     `token_pool [rows, max_len + 1]` and `page_table [rows, max_pages]` are int32. Token ids are
     read on the device, so that a step needs nothing of the one before on the host.
     """
-    rows, positions = _token_coordinates(batch.reqs)
-    device = token_pool.device
-    row = torch.from_numpy(rows).to(device, non_blocking=True)
-    batch.positions = torch.from_numpy(positions).to(device, non_blocking=True)
+    row, batch.positions = to_device(_token_coordinates(batch), token_pool.device).unbind()
     batch.input_ids = token_pool[row, batch.positions].long()
     page = page_table[row, batch.positions // page_size].long()
     batch.out_loc = page * page_size + batch.positions % page_size
 
 
-def _token_coordinates(reqs: list[Req]) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of every token of the step, int64, without a Python loop over tokens."""
-    extend = np.array([req.extend_len for req in reqs])
-    cached = np.array([req.cached_len for req in reqs])
-    row = np.repeat(np.array([req.row for req in reqs]), extend)
+def _token_coordinates(batch: Batch) -> np.ndarray:
+    """Row and position of every token of the step, `[2, T]` int64."""
+    extend = batch.extend_lens
     # Count up over the whole batch, then shift each request's stretch to begin at cached_len.
     before = np.cumsum(extend) - extend
-    positions = np.arange(extend.sum()) - np.repeat(before - cached, extend)
-    return row, positions
+    positions = np.arange(extend.sum()) - np.repeat(before - batch.cached_lens, extend)
+    return np.stack((np.repeat(batch.rows, extend), positions))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from minisgl.core import Batch, TokenLogprobs
 from minisgl.kernel.sampling import ranked_logprobs
+from minisgl.utils.transfer import HostCopy, to_device
 
 from .sampler import logprob_entries
 
 __all__ = ["PromptLogprobs"]
+
+
+class _Piece(NamedTuple):
+    """Scores of some rows, on their way to the host."""
+
+    rows: slice
+    ranked: HostCopy
 
 
 class PromptLogprobs:
@@ -20,35 +31,37 @@ class PromptLogprobs:
     """
 
     def __init__(self, batch: Batch) -> None:
+        self._device = batch.input_ids.device
         rows: list[int] = []
         self._targets: list[int] = []
         self._tops: list[int] = []
         self._owners: list[int] = []
-        start = 0
-        for i, req in enumerate(batch.reqs):
+        starts = np.cumsum(batch.extend_lens) - batch.extend_lens
+        spans = np.stack((starts, batch.cached_lens, batch.device_lens), axis=1).tolist()
+        for i, (req, (start, cached, end)) in enumerate(zip(batch.reqs, spans, strict=True)):
             if req.params.prompt_logprobs is not None:
-                first = max(req.cached_len, req.num_prompt_logprobs)
-                for position in range(first, min(req.device_len, req.prompt_len - 1)):
-                    rows.append(start + position - req.cached_len)
+                first = max(cached, req.num_prompt_logprobs)
+                for position in range(first, min(end, req.prompt_len - 1)):
+                    rows.append(start + position - cached)
                     self._targets.append(req.token_ids[position + 1])
                     self._tops.append(req.params.prompt_logprobs)
                     self._owners.append(i)
-            start += req.extend_len
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=batch.input_ids.device)
-        self._entries: list[TokenLogprobs] = []
+        self.rows = to_device(np.array(rows, dtype=np.int64), self._device)
+        self._pieces: list[_Piece] = []
 
     def collect(self, offset: int, logits: torch.Tensor) -> None:
         """Score the targets of `rows[offset : offset + n]` from their logits `[n, V]`."""
-        piece = slice(offset, offset + logits.shape[0])
-        targets, tops = self._targets[piece], self._tops[piece]
+        rows = slice(offset, offset + logits.shape[0])
         logprobs = torch.log_softmax(logits.float(), dim=-1)
-        ids = torch.tensor(targets, device=logits.device)
-        ranked = ranked_logprobs(logprobs, ids, max(tops))
-        self._entries += logprob_entries(targets, tops, ranked)
+        ids = to_device(np.array(self._targets[rows], dtype=np.int64), self._device)
+        ranked = ranked_logprobs(logprobs, ids, max(self._tops[rows]))
+        self._pieces.append(_Piece(rows, HostCopy(ranked)))
 
     def by_request(self, size: int) -> list[list[TokenLogprobs]]:
-        """What was scored, for each of the batch's `size` requests in order."""
+        """What was scored, for each of the batch's `size` requests in order; waits for it."""
         result: list[list[TokenLogprobs]] = [[] for _ in range(size)]
-        for owner, entry in zip(self._owners, self._entries, strict=True):
-            result[owner].append(entry)
+        for rows, ranked in self._pieces:
+            entries = logprob_entries(self._targets[rows], self._tops[rows], ranked.wait())
+            for owner, entry in zip(self._owners[rows], entries, strict=True):
+                result[owner].append(entry)
         return result

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from minisgl.core import Req, TokenLogprobs
 from minisgl.kernel import sampling
+from minisgl.utils.transfer import HostCopy, to_device
 
 __all__ = ["Sampled", "Sampler", "logprob_entries"]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """`tokens [B]` int64 on the device, and for the rows that asked, their logprobs."""
+    """`tokens [B]` int64 on the device, and a copy of them and of logprobs for the host."""
 
     tokens: torch.Tensor
     logprob_rows: list[int]
-    logprobs: tuple[torch.Tensor, ...]  # as `ranked_logprobs` returns them; empty if no rows
+    """The rows that asked for logprobs."""
+    logprob_tops: list[int]
+    """How many alternatives each of them asked for."""
+    host: HostCopy
+    """`tokens`, and if any row asked, what `ranked_logprobs` returned for those that did."""
 
-    def entries(self, reqs: list[Req]) -> list[TokenLogprobs | None]:
-        """Logprobs by request in the batch's order; reads the device."""
-        result: list[TokenLogprobs | None] = [None] * len(reqs)
+    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Tokens and logprobs by row; waits for the step that sampled them."""
+        copied, *ranked = self.host.wait()
+        tokens: list[int] = copied.tolist()
+        entries: list[TokenLogprobs | None] = [None] * len(tokens)
         if self.logprob_rows:
-            tokens = self.tokens[self.logprob_rows].tolist()
-            tops = [reqs[row].params.logprobs or 0 for row in self.logprob_rows]
-            entries = logprob_entries(tokens, tops, self.logprobs)
-            for row, entry in zip(self.logprob_rows, entries, strict=True):
-                result[row] = entry
-        return result
+            chosen = [tokens[row] for row in self.logprob_rows]
+            found = logprob_entries(chosen, self.logprob_tops, ranked)
+            for row, entry in zip(self.logprob_rows, found, strict=True):
+                entries[row] = entry
+        return tokens, entries
 
 
 class Sampler:
@@ -48,112 +57,119 @@ class Sampler:
         self._token_pool = token_pool
         self._raw_logprobs = logprobs_mode == "raw"
 
-    def sample(self, logits: torch.Tensor, reqs: list[Req]) -> Sampled:
-        """One token for each of `reqs` from its row of `logits [B, V]`."""
+    def sample(
+        self, logits: torch.Tensor, reqs: list[Req], rows: np.ndarray, positions: np.ndarray
+    ) -> Sampled:
+        """One token for each of `reqs` from its row of `logits [B, V]`.
+
+        `rows [B]` are the requests' rows in the token pool, `positions [B]` those of the tokens
+        to sample: the pool holds all tokens before. Of a request only what never changes is read.
+        """
         raw = logits.float()
-        work = self._process(raw, reqs)
+        work = self._process(raw, reqs, rows, positions)
         tokens = sampling.argmax(work)
         final = work
-        rows = [i for i, req in enumerate(reqs) if not req.params.greedy]
-        if rows:
-            chosen = [reqs[i] for i in rows]
-            probs = self._probs(work[rows], chosen)
-            tokens[rows] = sampling.sample_from_probs(probs, self._uniform(chosen))
+        places = [i for i, req in enumerate(reqs) if not req.params.greedy]
+        if places:
+            chosen, index = [reqs[i] for i in places], self._vector(places)
+            probs = self._probs(work[index], chosen)
+            uniform = self._uniform(chosen, positions[places])
+            tokens[index] = sampling.sample_from_probs(probs, uniform)
             if not self._raw_logprobs:
                 final = work.clone()
-                final[rows] = probs.log()
+                final[index] = probs.log()
         return self._with_logprobs(raw if self._raw_logprobs else final, tokens, reqs)
 
-    def _process(self, raw: torch.Tensor, reqs: list[Req]) -> torch.Tensor:
+    def _process(
+        self, raw: torch.Tensor, reqs: list[Req], rows: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
         """Penalties, bias and min_tokens, on a copy if any applies."""
-        work = raw
-        rows = [i for i, req in enumerate(reqs) if _has_penalty(req)]
-        if rows:
-            work = raw.clone()
-            work[rows] = self._penalized(raw[rows], [reqs[i] for i in rows])
-        for i, req in enumerate(reqs):
-            banned: set[int] = set()
-            if req.num_output < req.params.min_tokens:
-                banned = {*req.eos_ids, *req.params.stop_token_ids}
-            if not banned and not req.params.logit_bias:
-                continue
-            work = raw.clone() if work is raw else work
-            if req.params.logit_bias:
-                ids = torch.tensor(list(req.params.logit_bias), device=self._device)
-                values = list(req.params.logit_bias.values())
-                work[i, ids] += torch.tensor(values, dtype=torch.float32, device=self._device)
-            if banned:
-                work[i, torch.tensor(sorted(banned), device=self._device)] = float("-inf")
+        penalized = [i for i, req in enumerate(reqs) if _has_penalty(req)]
+        biases = [
+            (i, *item) for i, req in enumerate(reqs) for item in req.params.logit_bias.items()
+        ]
+        bans = _bans(reqs, positions)
+        if not (penalized or biases or bans):
+            return raw
+        work = raw.clone()
+        if penalized:
+            index, chosen = self._vector(penalized), [reqs[i] for i in penalized]
+            work[index] = self._penalized(raw[index], chosen, rows[penalized], positions[penalized])
+        if biases:
+            places, ids, values = zip(*biases, strict=True)
+            where = self._vector(places), self._vector(ids)
+            work[where] += self._vector(values, np.float32)
+        if bans:
+            places, ids = zip(*bans, strict=True)
+            work[self._vector(places), self._vector(ids)] = float("-inf")
         return work
 
-    def _penalized(self, logits: torch.Tensor, reqs: list[Req]) -> torch.Tensor:
-        lengths = self._vector([len(req.token_ids) for req in reqs], torch.int64)
-        prompts = self._vector([req.prompt_len for req in reqs], torch.int64)
-        rows = self._vector([req.row for req in reqs], torch.int64)
-        width = max(len(req.token_ids) for req in reqs)
-        tokens = self._token_pool[rows, :width].long()  # [b, width]
+    def _penalized(
+        self, logits: torch.Tensor, reqs: list[Req], rows: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        width = int(positions.max())
+        prompt_lens = np.array([req.prompt_len for req in reqs])
+        bounds = to_device(np.stack((rows, prompt_lens, positions)), self._device)
+        row, prompt_end, output_end = bounds.unsqueeze(2).unbind()
+        tokens = self._token_pool[row.squeeze(1), :width].long()  # [b, width]
         column = torch.arange(width, device=self._device)
-        in_prompt = column < prompts.unsqueeze(1)
-        in_output = ~in_prompt & (column < lengths.unsqueeze(1))
+        in_prompt = column < prompt_end
+        in_output = ~in_prompt & (column < output_end)
+        params = [req.params for req in reqs]
         penalties = [
-            [
-                req.params.repetition_penalty or 1.0,
-                req.params.presence_penalty,
-                req.params.frequency_penalty,
-            ]
-            for req in reqs
+            (p.repetition_penalty or 1.0, p.presence_penalty, p.frequency_penalty) for p in params
         ]
         return sampling.apply_penalties(
             logits,
             sampling.token_counts(tokens.where(in_prompt, -1), self._vocab_size),
             sampling.token_counts(tokens.where(in_output, -1), self._vocab_size),
-            torch.tensor(penalties, dtype=torch.float32, device=self._device),
+            self._vector(penalties, np.float32),
         )
 
     def _probs(self, logits: torch.Tensor, reqs: list[Req]) -> torch.Tensor:
-        temperature = self._vector([req.params.temperature or 1.0 for req in reqs])
+        temperature = self._vector([req.params.temperature or 1.0 for req in reqs], np.float32)
         scaled = logits / temperature.unsqueeze(1)
         probs = torch.softmax(scaled, dim=-1)
-        rows = [i for i, req in enumerate(reqs) if _has_filter(req, self._vocab_size)]
-        if rows:
-            chosen = [reqs[i].params for i in rows]
+        places = [i for i, req in enumerate(reqs) if _has_filter(req, self._vocab_size)]
+        if places:
+            chosen, index = [reqs[i].params for i in places], self._vector(places)
             every = self._vocab_size
             top_k = [min(p.top_k, every) if p.top_k and p.top_k > 0 else every for p in chosen]
-            probs[rows] = sampling.filter_probs(
-                scaled[rows],
-                self._vector(top_k, torch.int64),
-                self._vector([p.top_p if p.top_p is not None else 1.0 for p in chosen]),
-                self._vector([p.min_p or 0.0 for p in chosen]),
+            top_p = [p.top_p if p.top_p is not None else 1.0 for p in chosen]
+            min_p = [p.min_p or 0.0 for p in chosen]
+            probs[index] = sampling.filter_probs(
+                scaled[index],
+                self._vector(top_k),
+                self._vector(top_p, np.float32),
+                self._vector(min_p, np.float32),
             )
             if not self._raw_logprobs:
-                probs[rows] /= probs[rows].sum(dim=-1, keepdim=True)
+                probs[index] /= probs[index].sum(dim=-1, keepdim=True)
         return probs
 
-    def _uniform(self, reqs: list[Req]) -> torch.Tensor:
-        return sampling.philox_uniform(
-            self._vector([req.seed for req in reqs], torch.int64),
-            self._vector([len(req.token_ids) for req in reqs], torch.int64),
-            self._vector([req.choice for req in reqs], torch.int64),
-        )
+    def _uniform(self, reqs: list[Req], positions: np.ndarray) -> torch.Tensor:
+        keys = [req.seed for req in reqs], positions, [req.choice for req in reqs]
+        return sampling.philox_uniform(*self._vector(keys).unbind())
 
     def _with_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, reqs: list[Req]
     ) -> Sampled:
-        rows = [i for i, req in enumerate(reqs) if req.params.logprobs is not None]
+        asked = [(i, req.params.logprobs) for i, req in enumerate(reqs)]
+        rows = [i for i, top in asked if top is not None]
+        tops = [top for _, top in asked if top is not None]
         if not rows:
-            return Sampled(tokens, [], ())
-        top = max(reqs[i].params.logprobs or 0 for i in rows)
-        logprobs = torch.log_softmax(logits[rows], dim=-1)
-        return Sampled(tokens, rows, sampling.ranked_logprobs(logprobs, tokens[rows], top))
+            return Sampled(tokens, rows, tops, HostCopy([tokens]))
+        index = self._vector(rows)
+        logprobs = torch.log_softmax(logits[index], dim=-1)
+        ranked = sampling.ranked_logprobs(logprobs, tokens[index], max(tops))
+        return Sampled(tokens, rows, tops, HostCopy([tokens, *ranked]))
 
-    def _vector(
-        self, values: list[float] | list[int], dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+    def _vector(self, values: Sequence[Any], dtype: type[np.generic] = np.int64) -> torch.Tensor:
+        return to_device(np.array(values, dtype=dtype), self._device)
 
 
 def logprob_entries(
-    tokens: list[int], tops: list[int], ranked: tuple[torch.Tensor, ...]
+    tokens: list[int], tops: list[int], ranked: Sequence[torch.Tensor]
 ) -> list[TokenLogprobs]:
     """`TokenLogprobs` of each row of what `ranked_logprobs` returned, `tops[i]` alternatives."""
     own, rank, values, ids = (x.tolist() for x in ranked)
@@ -162,6 +178,16 @@ def logprob_entries(
             token, own[i], rank[i], tuple(zip(ids[i][:top], values[i][:top], strict=True))
         )
         for i, (token, top) in enumerate(zip(tokens, tops, strict=True))
+    ]
+
+
+def _bans(reqs: list[Req], positions: np.ndarray) -> list[tuple[int, int]]:
+    """`(row, token id)` of what `min_tokens` forbids: every end of rows that are shorter."""
+    return [
+        (i, token)
+        for i, (req, position) in enumerate(zip(reqs, positions.tolist(), strict=True))
+        if position - req.prompt_len < req.params.min_tokens
+        for token in sorted({*req.eos_ids, *req.params.stop_token_ids})
     ]
 
 

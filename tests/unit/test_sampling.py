@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import Req, SamplingParams
-from minisgl.engine.sampler import Sampler
+from minisgl.engine.sampler import Sampled, Sampler
 from minisgl.kernel import sampling
 
 V = 50
@@ -143,6 +143,12 @@ def make_req(uid: int, pool: torch.Tensor, ids: list[int], prompt: int, **params
     )
 
 
+def sample(sampler: Sampler, logits: torch.Tensor, reqs: list[Req]) -> Sampled:
+    """The next token of requests whose tokens are all known."""
+    rows = np.array([req.row for req in reqs])
+    return sampler.sample(logits, reqs, rows, np.array([len(req.token_ids) for req in reqs]))
+
+
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
@@ -166,15 +172,26 @@ def test_rows_of_a_mixed_batch_do_not_influence_each_other(mode):
     logits = torch.randn(len(KINDS), V) * 3
     sampler = make_sampler(pool, mode)
     before = logits.clone()
-    together = sampler.sample(logits, reqs)
+    together = sample(sampler, logits, reqs)
     assert torch.equal(logits, before), "the model's logits were overwritten"
-    entries = together.entries(reqs)
+    tokens, entries = together.read()
+    assert tokens == together.tokens.tolist()
     for i, req in enumerate(reqs):
-        alone = sampler.sample(logits[i : i + 1], [req])
-        assert alone.tokens.item() == together.tokens[i].item(), KINDS[i]
-        assert alone.entries([req])[0] == entries[i]
-    reverse = sampler.sample(logits.flip(0), reqs[::-1])
-    assert reverse.tokens.flip(0).tolist() == together.tokens.tolist()
+        alone = sample(sampler, logits[i : i + 1], [req])
+        assert alone.read() == ([tokens[i]], [entries[i]]), KINDS[i]
+    reverse = sample(sampler, logits.flip(0), reqs[::-1])
+    assert reverse.read() == (tokens[::-1], entries[::-1])
+
+
+def test_penalties_see_the_pool_up_to_the_position_that_is_sampled():
+    # The host does not know the outputs yet: 4 was sampled before, and 9 for the longer one only;
+    # in the shorter one's row it is what an earlier owner left.
+    pool = torch.tensor([[1, 2, 4, 9, 9, 9]] * 2, dtype=torch.int32)
+    logits = torch.zeros(2, V)
+    logits[:, [4, 9, 2]] = torch.tensor([6.0, 5.5, 5.0])
+    reqs = [make_req(i, pool, [1, 2], 2, temperature=0.0, presence_penalty=2.0) for i in range(2)]
+    sampled = make_sampler(pool).sample(logits, reqs, np.array([0, 1]), np.array([3, 4]))
+    assert sampled.read() == ([9, 2], [None, None])
 
 
 def test_min_tokens_bans_every_end_and_bias_moves_the_choice():
@@ -183,20 +200,20 @@ def test_min_tokens_bans_every_end_and_bias_moves_the_choice():
     logits[:, 3], logits[:, 4], logits[:, 5] = 9.0, 8.0, 7.0  # 3 is EOS
     banned = make_req(0, pool, [1], 1, temperature=0.0, min_tokens=1, stop_token_ids=[4])
     free = make_req(1, pool, [1], 1, temperature=0.0, logit_bias={5: 3.0})
-    assert make_sampler(pool).sample(logits, [banned, free]).tokens.tolist() == [5, 5]
+    assert sample(make_sampler(pool), logits, [banned, free]).tokens.tolist() == [5, 5]
 
 
 def test_logprobs_are_raw_unless_processed_is_asked_for():
     pool = torch.zeros(1, 8, dtype=torch.int32)
     logits = torch.arange(V).float().unsqueeze(0) / 10
     req = make_req(0, pool, [1], 1, temperature=0.5, top_k=2, seed=1, logprobs=2)
-    raw = make_sampler(pool).sample(logits, [req]).entries([req])[0]
+    [raw] = sample(make_sampler(pool), logits, [req]).read()[1]
     expected = torch.log_softmax(logits[0], -1)
     assert raw is not None
     assert raw.logprob == pytest.approx(expected[raw.token_id].item(), abs=1e-6)
     assert [token for token, _ in raw.top] == [V - 1, V - 2]
     assert raw.rank == V - raw.token_id
-    processed = make_sampler(pool, "processed").sample(logits, [req]).entries([req])[0]
+    [processed] = sample(make_sampler(pool, "processed"), logits, [req]).read()[1]
     assert processed is not None
     # top_k = 2 leaves two tokens whose scaled logits differ by 0.2
     assert processed.top[0][1] == pytest.approx(-math.log(1 + math.exp(-0.2)), abs=1e-6)
@@ -209,6 +226,6 @@ def test_samples_follow_the_distribution():
     counts = np.zeros(V)
     for seed in range(n):
         req = make_req(0, pool, [1], 1, temperature=1.0, seed=seed)
-        counts[make_sampler(pool).sample(logits, [req]).tokens.item()] += 1
+        counts[sample(make_sampler(pool), logits, [req]).tokens.item()] += 1
     # Four standard deviations of a binomial share are at most 0.037 here.
     assert np.abs(counts[:3] / n - [0.5, 0.3, 0.2]).max() < 0.037
