@@ -52,7 +52,23 @@ class EngineConfig:
         "tokens computed in one step, decoding included (default: 1024 on CPU, 8192 on CUDA)",
         aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
     )
-    cache: str = option("naive", "prefix cache; naive shares nothing", choices=("naive",))
+    cache: str = option(
+        "radix",
+        "radix shares the pages of equal prompt prefixes between requests, naive shares nothing",
+        choices=("radix", "naive"),
+    )
+    schedule_policy: str = option(
+        "fcfs",
+        "order of waiting requests of equal priority: fcfs by arrival, lpm the longest cached "
+        "prefix first",
+        aliases=("--scheduling-policy",),
+        choices=("fcfs", "lpm"),
+    )
+    overlap: str = option(
+        "auto",
+        "prepare and launch a step while the last one computes (default: on CUDA)",
+        choices=("auto", "on", "off"),
+    )
     attn: str = option("auto", "attention backend", choices=("auto", "torch"))
     kernels: str = option(
         "auto",
@@ -97,6 +113,11 @@ class EngineConfig:
             raise ConfigError(f"{_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
         if self.threads is not None and self.threads > _MAX_THREADS:
             raise ConfigError(f"--threads = {self.threads} must be at most {_MAX_THREADS}")
+        if self.schedule_policy == "lpm" and self.cache == "naive":
+            raise ConfigError(
+                "--schedule-policy lpm orders requests by their cached prefixes, and --cache naive "
+                "has none: use --cache radix or --schedule-policy fcfs"
+            )
         if self.tp != 1:
             raise ConfigError(f"{_name('tp')} = {self.tp}: this version runs on one rank only")
 
@@ -124,6 +145,9 @@ class ResolvedConfig:
     memory_ratio: float
     max_running_requests: int
     max_prefill_length: int
+    cache: str
+    schedule_policy: str
+    overlap: bool
     attn: str
     kernels: str
     logprobs_mode: str
@@ -193,6 +217,16 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         ),
         max_running_requests=running,
         max_prefill_length=budget,
+        cache=config.cache,
+        schedule_policy=config.schedule_policy,
+        overlap=choose(
+            "overlap",
+            None if config.overlap == "auto" else config.overlap == "on",
+            not cpu,
+            "a CPU computes in the thread that would prepare the next step"
+            if cpu
+            else "the GPU computes while the host prepares the next step",
+        ),
         attn=choose(
             "attn",
             None if config.attn == "auto" else config.attn,

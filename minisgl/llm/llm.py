@@ -11,7 +11,7 @@ from minisgl.config import EngineConfig, resolve
 from minisgl.core import Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
-from minisgl.kvcache import NaiveCache
+from minisgl.kvcache import CACHES
 from minisgl.models import load_model_info
 from minisgl.scheduler import Limits, Scheduler
 from minisgl.tokenizer import Tokenizer
@@ -22,7 +22,15 @@ from minisgl.utils.signals import hold_interrupts
 
 from .outputs import RequestOutput, StreamChunk
 from .progress import Progress
-from .requests import Params, Prompts, RequestBuilder, as_prompt_list, naming_prompt, params_list
+from .requests import (
+    Params,
+    Prompts,
+    RequestBuilder,
+    as_prompt_list,
+    naming_prompt,
+    params_list,
+    per_prompt,
+)
 from .sequence import Sequence
 
 __all__ = ["LLM"]
@@ -56,8 +64,10 @@ class LLM:
         self.max_model_len = plan.max_model_len
         self.scheduler = Scheduler(
             self.engine,
-            NaiveCache(plan.num_pages, resolved.page_size),
+            CACHES[resolved.cache](plan.num_pages, resolved.page_size),
             Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
+            policy=resolved.schedule_policy,
+            overlap=resolved.overlap,
         )
         eos = info.eos_token_ids  # all sources count
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -70,27 +80,40 @@ class LLM:
     # -- generating ------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompts, params: Params = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        priority: int | SequenceOf[int] = 0,
+        cache_salt: str | SequenceOf[str | None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the prompts' order.
 
-        `params` is one for all or a list with one for each (another length raises). All
-        prompts are checked before any runs; an error names the prompt's index.
+        `params` is one for all or a list with one for each (another length raises). So are
+        `priority`, the smaller the earlier, and `cache_salt`: prompts share cached prefixes only
+        with those of the same salt. All prompts are checked before any runs; an error names the
+        prompt's index.
         """
-        return self._generate(as_prompt_list(prompts), params, use_tqdm, fill_context=False)
+        given = as_prompt_list(prompts)
+        made = self._make_all(given, params, priority, cache_salt, fill_context=False)
+        return self._run(given, made, use_tqdm)
 
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: Params = None,
         *,
+        priority: int | SequenceOf[int] = 0,
+        cache_salt: str | SequenceOf[str | None] | None = None,
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
 
         A message is `{"role": ..., "content": ...}`. Without `max_tokens` an answer may take
-        what is left of the context. `template_options` go to the template.
+        what is left of the context. `template_options` go to the template; the other options
+        are those of `generate`.
         """
         given = list(messages)
         several = bool(given) and isinstance(given[0], (list, tuple))
@@ -99,13 +122,16 @@ class LLM:
         for index, conversation in enumerate(conversations):
             with naming_prompt(index, len(conversations)):
                 prompts.append(self.encode_chat(conversation, **template_options))
-        return self._generate(prompts, params, use_tqdm, fill_context=True)
+        made = self._make_all(prompts, params, priority, cache_salt, fill_context=True)
+        return self._run(prompts, made, use_tqdm)
 
     def stream(
         self,
         prompt: str | list[int],
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        cache_salt: str | None = None,
         fill_context: bool = False,
     ) -> Iterator[StreamChunk]:
         """Generate one sequence and yield its text as it comes; closing the iterator aborts.
@@ -119,7 +145,8 @@ class LLM:
             raise InvalidRequestError(
                 f"a stream has one sequence, not {len(prompts)} prompts with n = {one.n}"
             )
-        return self._stream(self._make(prompts[0], one, fill_context))
+        [made] = self._make_all(prompts, one, priority, cache_salt, fill_context)
+        return self._stream(made)
 
     def encode_chat(self, messages: SequenceOf[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`."""
@@ -130,6 +157,11 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """The parameters that an empty `SamplingParams()` stands for with this model."""
         return SamplingParams().resolve_defaults(self.model_info.generation_defaults)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes that no running request reads; returns the pages freed."""
+        self._check_open()
+        return self.scheduler.flush_cache()
 
     # -- life ------------------------------------------------------------------------------
 
@@ -148,18 +180,38 @@ class LLM:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _generate(
+    def _make_all(
         self,
         prompts: SequenceOf[str | list[int]],
         params: Params,
-        use_tqdm: bool,
+        priority: int | SequenceOf[int],
+        cache_salt: str | SequenceOf[str | None] | None,
         fill_context: bool,
-    ) -> list[RequestOutput]:
-        each = params_list(params, len(prompts))
+    ) -> list[list[Req]]:
+        """The requests of each prompt, all checked; none is queued yet."""
+        self._check_open()
+        count = len(prompts)
+        options = zip(
+            prompts,
+            params_list(params, count),
+            per_prompt("priority", priority, count, int),
+            per_prompt("cache_salt", cache_salt, count, str),
+            strict=True,
+        )
         made = []
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            with naming_prompt(index, len(prompts)):
-                made.append(self._make(prompt, one, fill_context))
+        for index, (prompt, one, rank, salt) in enumerate(options):
+            with naming_prompt(index, count):
+                ids = self._builder.encode(prompt)
+                self.scheduler.check(len(ids))
+                rest = self.max_model_len - len(ids)
+                complete = self._builder.params(one, rest if fill_context else 16)
+                made.append(self._builder.build(self._next_uid, ids, complete, rank or 0, salt))
+                self._next_uid += len(made[-1])
+        return made
+
+    def _run(
+        self, prompts: SequenceOf[str | list[int]], made: list[list[Req]], use_tqdm: bool
+    ) -> list[RequestOutput]:
         groups = [[Sequence(req, self.tokenizer) for req in reqs] for reqs in made]
         live = [sequence for group in groups for sequence in group]
         try:
@@ -187,18 +239,6 @@ class LLM:
                     self._step()
         finally:
             self._forget([sequence])
-
-    def _make(
-        self, prompt: str | list[int], params: SamplingParams, fill_context: bool
-    ) -> list[Req]:
-        self._check_open()
-        ids = self._builder.encode(prompt)
-        self.scheduler.check(len(ids))
-        rest = self.max_model_len - len(ids)
-        complete = self._builder.params(params, rest if fill_context else 16)
-        reqs = self._builder.build(self._next_uid, ids, complete)
-        self._next_uid += len(reqs)
-        return reqs
 
     def _submit(self, sequences: list[Sequence]) -> None:
         self._check_open()
@@ -242,6 +282,7 @@ class LLM:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=first.req.token_ids[: first.req.prompt_len],
             outputs=[sequence.output() for sequence in group],
+            num_cached_tokens=first.req.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from minisgl.core import Req, SamplingParams
 from minisgl.errors import InvalidRequestError
@@ -21,6 +22,7 @@ __all__ = [
     "as_prompt_list",
     "naming_prompt",
     "params_list",
+    "per_prompt",
 ]
 
 Prompt = str | list[int]
@@ -61,6 +63,18 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
             if not isinstance(one, SamplingParams):
                 raise InvalidRequestError(f"params is {one!r}, not a SamplingParams", "params")
     return list(params)
+
+
+def per_prompt(name: str, value: Any, count: int, kind: type) -> list[Any]:
+    """An option of each of `count` prompts, from one for all or a list; None is no value."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
+        raise InvalidRequestError(f"{count} prompts but {len(values)} values of {name}", name)
+    for index, one in enumerate(values):
+        if one is not None and type(one) is not kind:
+            with naming_prompt(index, count):
+                raise InvalidRequestError(f"{name} = {one!r} is not of type {kind.__name__}", name)
+    return values
 
 
 @contextmanager
@@ -116,7 +130,14 @@ class RequestBuilder:
             )
         return params.resolve_defaults(self.info.generation_defaults, max_tokens=default_max_tokens)
 
-    def build(self, first_uid: int, token_ids: list[int], params: SamplingParams) -> list[Req]:
+    def build(
+        self,
+        first_uid: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Req]:
         """The `n` requests of a prompt, with consecutive uids; `params` are complete."""
         assert params.max_tokens is not None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -133,6 +154,8 @@ class RequestBuilder:
                 choice=choice,
                 stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_ids,
                 eos_ids=self.eos_ids,
+                priority=priority,
+                cache_salt=cache_salt,
             )
             for choice in range(params.n)
         ]

@@ -38,7 +38,7 @@ class Sequence:
 
     def push(self, update: Update) -> bool:
         """Take an update of this request; True when its text just hit a stop string."""
-        self.prompt_logprobs += update.prompt_logprobs
+        self.prompt_logprobs += update.prompt_logprobs or ()
         matched = False
         if update.token_id is not None and self._stop_reason is None:
             matched = self._push_token(update.token_id, update.logprobs, update.finish_reason)

@@ -1,14 +1,17 @@
 """Which requests compute how many tokens in each step, and when they end.
 
-Owns: the queues, the token budget, admission, retraction, the end of requests. Does not own:
-the model (an injected `Executor` runs batches) or pages (an injected cache hands them out).
-Invariant: every request ends in exactly one terminal update; between steps every page and row
-is free or belongs to exactly one running request.
-Read next: `scheduler.py`, then `minisgl/llm/`.
+Owns: the queue and its policies (`queue.py`), rows and page-table entries of the running requests
+(`running.py`), the choice of each step's batch (`planner.py`), the life of requests and the plain
+and the overlap loop (`scheduler.py`). Does not own: the model (an injected `Executor` runs
+batches) or pages (an injected cache hands them out).
+Invariant: every request ends in exactly one terminal update; between steps every page is free,
+cached or of exactly one request, and every row is free or of exactly one request.
+Read next: `planner.py`, `scheduler.py`, then `minisgl/llm/`.
 """
 
 from __future__ import annotations
 
-from .scheduler import Limits, Scheduler, Update
+from .planner import Limits
+from .scheduler import Scheduler, Stats, Update
 
-__all__ = ["Limits", "Scheduler", "Update"]
+__all__ = ["Limits", "Scheduler", "Stats", "Update"]

@@ -1,85 +1,121 @@
-"""Continuous batching with chunked prefill, admission by need, and retraction.
+"""The life of requests: queued, planned into steps, launched, delivered, ended.
 
-    waiting  --admit: row, pages-->  running  --EOS, length, abort-->  ended
+    waiting  --start: row, pages-->  running  --EOS, length, abort-->  ended
        ^                                |
-       +------- retract: all pages -----+   (the latest-come, when pages run out)
+       +------- retract: all pages -----+   (the latest in turn, when pages run out)
 
-A step computes one token for each request that decodes and prefill chunks with what is left
-of the token budget. A request is a prefill as long as more than one of its tokens lacks keys
-and values, also when it was retracted and its own output is computed again.
+A device that computes while the host goes on gets its next step before the last one's tokens
+are read (`overlap`); both loops make the same decisions from the same lengths:
+
+    plain     plan 1  launch 1  deliver 1  plan 2  launch 2  deliver 2  ...
+    overlap   plan 1  launch 1  plan 2  launch 2  deliver 1  plan 3  launch 3  deliver 2  ...
+    device             [ step 1 ............ ][ step 2 ............ ][ step 3 ...
+
+`launch` moves a request's lengths on at once; the token it samples is pending until `deliver`.
+A request whose end is only seen then has one step too many in flight: what that samples is thrown
+away, and its row and pages stay its own until that step is done.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from minisgl.core import Batch, Executor, Req, StepOutput, TokenLogprobs
+from minisgl.core import Batch, Executor, PendingStep, Req, StepOutput, TokenLogprobs
 from minisgl.errors import InvalidRequestError
-from minisgl.kvcache import NaiveCache
-from minisgl.utils import div_ceil
+from minisgl.kvcache import KVCache
 
-__all__ = ["FinishReason", "Limits", "Scheduler", "Update"]
+from .planner import Limits, Plan, Planner
+from .queue import WaitingQueue
+from .running import RunningSet
 
-FinishReason = Literal["stop", "length", "abort"]
+__all__ = ["FinishReason", "Scheduler", "Stats", "Update"]
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What the scheduler must keep to."""
-
-    max_running_requests: int
-    """Rows of the page table."""
-    token_budget: int
-    """Tokens of a step, decoding included; not below `max_running_requests`."""
-    max_model_len: int
-    """Longest prompt plus output."""
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What a step changed for one request; the last one of a request has `finish_reason`."""
 
     uid: int
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
 
 
-class Scheduler:
-    """Decides each step's batch from the queues; all decisions iterate in arrival order."""
+@dataclass
+class Stats:
+    """Counts since the scheduler was made."""
 
-    def __init__(self, executor: Executor, cache: NaiveCache, limits: Limits) -> None:
-        if limits.token_budget < limits.max_running_requests:
-            raise ValueError(
-                f"token budget {limits.token_budget} is below the "
-                f"{limits.max_running_requests} requests that may decode in a step"
-            )
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    """Tokens computed in chunks of more than one."""
+    num_decode_tokens: int = 0
+    num_queried_tokens: int = 0
+    """Tokens of the requests that started; retracted ones start again."""
+    num_hit_tokens: int = 0
+    """Tokens read from the prefix cache instead of computed."""
+    num_retractions: int = 0
+    num_discarded_tokens: int = 0
+    """Sampled for requests that had ended: the price of overlap."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    reqs: list[Req]
+    pending: PendingStep
+
+
+class Scheduler:
+    """Runs requests on an executor; every decision is a function of the calls made so far.
+
+    So all ranks of a tensor-parallel group that make the same calls take the same decisions.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        cache: KVCache,
+        limits: Limits,
+        *,
+        policy: str = "fcfs",
+        overlap: bool = False,
+    ) -> None:
         self._executor = executor
         self._cache = cache
         self._limits = limits
-        self._waiting: deque[Req] = deque()
-        self._running: list[Req] = []  # in order of arrival
-        self._free_rows = list(range(limits.max_running_requests - 1, -1, -1))
-        self._ready: list[Update] = []  # terminal updates of aborts, for the next step
-        self.num_retractions = 0
+        self._queue = WaitingQueue(policy)
+        self._running = RunningSet(cache, limits.max_running_requests)
+        self._planner = Planner(self._running, self._queue, limits)
+        self._most_ahead = 1 if overlap else 0
+        self._in_flight: deque[_Launched] = deque()
+        self._live: dict[int, Req] = {}  # those that have not ended, by uid
+        self._num_added = 0
+        self._ready: list[Update] = []  # not handed out yet
+        self._stats = Stats()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._running or self._waiting or self._ready)
+        return bool(self._live or self._in_flight or self._ready)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row and pages."""
-        return len(self._running)
+        """Requests that hold a row and pages and have not ended."""
+        return len(self._running.reqs)
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold neither."""
-        return len(self._waiting)
+        return len(self._queue)
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since the scheduler was made."""
+        self._stats.num_retractions = self._planner.num_retractions
+        return self._stats
 
     def check(self, prompt_len: int) -> None:
         """Raise `InvalidRequestError` for a prompt that no state of the queues could serve."""
@@ -97,154 +133,137 @@ class Scheduler:
     def add(self, req: Req) -> None:
         """Queue a request; its `max_len` is clipped to what fits."""
         self.check(len(req.token_ids))
+        if req.uid in self._live:
+            raise ValueError(f"A request with uid {req.uid} is already here")
         req.max_len = min(req.max_len, self._limits.max_model_len, self._cache.capacity_tokens)
-        self._waiting.append(req)
+        req.arrival = self._num_added
+        self._num_added += 1
+        self._live[req.uid] = req
+        self._queue.add(req)
 
     def abort(self, uid: int, reason: FinishReason = "abort") -> bool:
-        """End a request now, queued or running; its terminal update comes with the next step.
+        """End a request now, wherever it is; its terminal update comes with the next step.
 
         `reason` is `"stop"` when the front saw a stop string. False if no such request lives.
         """
-        for req in self._running:
-            if req.uid == uid:
-                self._release(req)
-                self._ready.append(Update(uid, finish_reason=reason))
-                return True
-        for req in self._waiting:
-            if req.uid == uid:
-                self._waiting.remove(req)
-                self._ready.append(Update(uid, finish_reason=reason))
-                return True
-        return False
+        req = self._live.get(uid)
+        if req is None:
+            return False
+        if req.row < 0:
+            self._queue.remove(req)
+        else:
+            self._running.finish(req)
+        self._tell_end(Update(uid, finish_reason=reason))
+        return True
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes that no running request reads; returns the pages freed."""
+        return self._cache.flush()
 
     def step(self) -> list[Update]:
-        """Compute one batch, if there is one, and return what changed."""
-        reqs = self._schedule()
-        delivered: list[Update] = []
-        if reqs:
-            output = self._executor.launch(Batch(reqs)).result()
-            delivered = self._deliver(reqs, output)
-        if not self._running:
-            self.check_integrity()
+        """Launch one batch, if there is one, and return what is known of the last ones."""
+        while self._in_flight and self._planner.must_settle():
+            self._settle()
+        plan = self._planner.plan(self._stats.num_steps)
+        if plan.reqs:
+            self._launch(plan)
+        ahead = self._most_ahead if plan.reqs else 0
+        while len(self._in_flight) > ahead:
+            self._settle()
+        if not self._running.holders():
+            self._cache.check_counts([])
         # Taken last: a step that raises loses no request's end.
-        updates, self._ready = self._ready + delivered, []
+        updates, self._ready = self._ready, []
         return updates
 
     def check_integrity(self) -> None:
-        """Raise unless every page and row is free or belongs to exactly one running request."""
-        self._cache.check_integrity(self._running)
-        rows = sorted([req.row for req in self._running] + self._free_rows)
-        if rows != list(range(self._limits.max_running_requests)):
-            raise RuntimeError(f"Rows lost or shared: {rows} of {self._limits}")
+        """Raise unless every page and row has exactly one owner; looks at all of them."""
+        self._running.check_integrity()
 
-    # -- choosing the batch ----------------------------------------------------------------
+    # -- launching -------------------------------------------------------------------------
 
-    def _schedule(self) -> list[Req]:
-        """The step's requests, each with `device_len` set and pages up to it.
-
-        Requests are visited from the earliest-come to the latest; a victim of retraction is
-        always the latest, so it was not visited yet and nothing chosen is undone.
-        """
-        chosen: list[Req] = []
-        visited = 0
-        while visited < len(self._running):  # retraction shortens the list at its end
-            req = self._running[visited]
-            visited += 1
-            if _missing(req) == 1 and self._grow_or_retract(req):
-                req.device_len = req.cached_len + 1
-                chosen.append(req)
-        budget = self._limits.token_budget - len(chosen)
-        for req in self._running:
-            if _missing(req) > 1:
-                budget -= self._take_chunk(req, budget, chosen)
-        while self._waiting and budget > 0 and self._admissible(self._waiting[0]):
-            req = self._waiting.popleft()
-            self._admit(req)
-            budget -= self._take_chunk(req, budget, chosen)
-        return chosen
-
-    def _grow_or_retract(self, req: Req) -> bool:
-        """Pages for one more token; False when the request itself had to be retracted."""
-        while not self._grow(req, req.cached_len + 1):
-            victim = self._running[-1]
-            self._retract(victim)
-            if victim is req:
-                return False
-        return True
-
-    def _take_chunk(self, req: Req, budget: int, chosen: list[Req]) -> int:
-        """Give a prefill what budget and free pages allow; returns the tokens taken."""
-        room = self._cache.room_for(req) - req.cached_len
-        chunk = min(_missing(req), budget, room)
-        if chunk <= 0:
-            return 0
-        self._grow(req, req.cached_len + chunk)
-        req.device_len = req.cached_len + chunk
-        chosen.append(req)
-        return chunk
-
-    def _admissible(self, req: Req) -> bool:
-        """Whether a row is free, and pages for all known tokens of this request and one more,
-        besides what the running prefills still need: less would be retracted at once."""
-        if not self._free_rows:
-            return False
-        needed = sum(self._missing_pages(r) for r in self._running if _missing(r) > 1)
-        return self._missing_pages(req) + needed <= self._cache.num_free_pages
-
-    def _missing_pages(self, req: Req) -> int:
-        length = min(len(req.token_ids) + 1, req.max_len)
-        return max(0, div_ceil(length, self._cache.page_size) - len(req.pages))
-
-    def _admit(self, req: Req) -> None:
-        req.row = self._free_rows.pop()
-        req.cached_len = req.device_len = self._cache.begin(req)
-        self._executor.attach(req)
-        self._running.append(req)
-
-    def _retract(self, req: Req) -> None:
-        """Back to the head of the queue; its tokens stay, their keys and values are redone."""
-        self._release(req)
-        self._waiting.appendleft(req)
-        self.num_retractions += 1
-
-    def _grow(self, req: Req, length: int) -> bool:
-        first = len(req.pages)
-        pages = self._cache.grow(req, length)
-        if pages:
-            self._executor.set_pages(req.row, first, pages)
-        return pages is not None
-
-    def _release(self, req: Req) -> None:
-        self._cache.end(req)
-        self._running.remove(req)
-        self._free_rows.append(req.row)
-        req.row, req.cached_len, req.device_len = -1, 0, 0
-
-    # -- taking the result -----------------------------------------------------------------
-
-    def _deliver(self, reqs: list[Req], output: StepOutput) -> list[Update]:
-        updates: list[Update] = []
-        for i, req in enumerate(reqs):
+    def _launch(self, plan: Plan) -> None:
+        self._running.attach_to(self._executor)
+        pending = self._executor.launch(Batch(plan.reqs))
+        self._running.launched()
+        self._in_flight.append(_Launched(plan.reqs, pending))
+        for req in plan.reqs:
+            if req.device_len == len(req.token_ids) + req.num_pending:
+                req.num_pending += 1
             req.cached_len = req.device_len
-            prompt_logprobs = output.prompt_logprobs[i]
-            req.num_prompt_logprobs += len(prompt_logprobs)
-            token = output.token_ids[i]
+            req.num_in_flight += 1
+        for req in plan.reqs[plan.num_decodes :]:
+            self._cache.publish(req)
+        stats = self._stats
+        stats.num_steps += 1
+        stats.num_decode_tokens += plan.num_decodes
+        stats.num_prefill_tokens += plan.num_prefill_tokens
+        stats.num_queried_tokens += plan.num_queried_tokens
+        stats.num_hit_tokens += plan.num_hit_tokens
+
+    # -- taking results --------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait for the oldest step in flight and take its result."""
+        try:
+            output = self._in_flight[0].pending.result()
+        except BaseException:
+            self._fail()
+            raise
+        self._deliver(self._in_flight.popleft().reqs, output)
+
+    def _deliver(self, reqs: list[Req], output: StepOutput) -> None:
+        scored = output.prompt_logprobs
+        for i, (req, token) in enumerate(zip(reqs, output.token_ids, strict=True)):
+            req.num_in_flight -= 1
+            if token is not None:
+                req.num_pending -= 1
+            if req.finished:
+                self._stats.num_discarded_tokens += token is not None
+                if req.num_in_flight == 0:
+                    self._running.close(req)
+                continue
+            prompt_logprobs = scored[i] if scored else None
+            if prompt_logprobs:
+                req.num_prompt_logprobs += len(prompt_logprobs)
             if token is None:
                 if prompt_logprobs:
-                    updates.append(Update(req.uid, prompt_logprobs=prompt_logprobs))
+                    self._ready.append(Update(req.uid, prompt_logprobs=prompt_logprobs))
                 continue
             req.token_ids.append(token)
-            reason: FinishReason | None = None
-            if token in req.stop_ids and req.num_output >= req.params.min_tokens:
-                reason = "stop"
-            elif len(req.token_ids) >= req.max_len:
-                reason = "length"
-            updates.append(Update(req.uid, token, output.logprobs[i], prompt_logprobs, reason))
-            if reason is not None:
-                self._release(req)
-        return updates
+            logprobs = output.logprobs[i] if output.logprobs else None
+            reason = self._end_of(req, token)
+            update = Update(req.uid, token, logprobs, prompt_logprobs, reason)
+            if reason is None:
+                self._ready.append(update)
+            else:
+                self._running.finish(req)
+                self._tell_end(update)
 
+    def _end_of(self, req: Req, token: int) -> FinishReason | None:
+        if token in req.stop_ids and req.num_output >= req.params.min_tokens:
+            return "stop"
+        return "length" if len(req.token_ids) >= req.max_len else None
 
-def _missing(req: Req) -> int:
-    """Known tokens without keys and values."""
-    return len(req.token_ids) - req.cached_len
+    def _tell_end(self, update: Update) -> None:
+        self._live.pop(update.uid).finished = True
+        self._ready.append(update)
+
+    def _fail(self) -> None:
+        """A step in flight was lost: end its requests, and trust nothing that it computed.
+
+        Requests of no step in flight may have read pages that were to be written: they begin
+        again.
+        """
+        lost = dict.fromkeys(req for step in self._in_flight for req in step.reqs)
+        self._in_flight.clear()
+        for req in lost:
+            req.num_in_flight = req.num_pending = 0
+            if req.finished:
+                self._running.close(req, keep=False)
+            else:
+                self._running.end(req, keep=False)
+                self._tell_end(Update(req.uid, finish_reason="error"))
+        for req in list(self._running.reqs):
+            self._planner.retract(req, keep=False)
+        self._cache.flush()

@@ -44,7 +44,7 @@ def nothing_lost(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not llm.scheduler.has_work
     assert not llm._sequences
     cache = llm.scheduler._cache
-    assert cache.num_free_pages == cache.num_pages == 8
+    assert cache.num_available_pages == cache.num_pages == 8
 
 
 def refused(llm: LLM, prompts: Any, params: Any = GREEDY) -> str:

@@ -131,8 +131,8 @@ def test_an_interrupt_waits_for_the_end_of_a_step(
     expected, cache = ids(llm, PROMPTS), llm.scheduler._cache
     end = cache.end
 
-    def pressed(req: Any) -> None:
-        end(req)  # the pages are free; the row is not yet
+    def pressed(req: Any, **options: Any) -> None:
+        end(req, **options)  # the pages are free; the row is not yet
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:

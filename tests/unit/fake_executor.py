@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from minisgl.core import Batch, Req, StepOutput
+from minisgl.core import (
+    Batch,
+    Executor,
+    PageWrites,
+    PendingStep,
+    Req,
+    StepOutput,
+    TokenLogprobs,
+)
 
 
 @dataclass
@@ -19,46 +28,111 @@ class Done:
 class FakeExecutor:
     """Samples `next_token(tokens so far)` after checking rows, pages and lengths.
 
-    It keeps what a device would: the tokens whose keys and values each slot holds, so that a
-    request computed on another's pages, or on pages never written, fails the step.
+    It keeps what a device would: the tokens of each row, and the tokens whose keys and values
+    each slot holds, so that a request computed on another's pages, on pages never written or on
+    cached pages of other tokens fails the step. Of the host it knows the batch's arrays only.
     """
 
     def __init__(self, page_size: int, next_token: Callable[[list[int]], int]) -> None:
         self.page_size = page_size
         self.next_token = next_token
         self.tables: dict[int, dict[int, int]] = {}
-        self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
+        self.slots: dict[int, tuple[int, ...]] = {}  # slot -> all tokens up to the one in it
         self.tokens: dict[int, list[int]] = {}
         self.steps: list[list[tuple[int, int]]] = []
 
     def attach(self, req: Req) -> None:
         self.tokens[req.row] = list(req.token_ids)
-        self.tables[req.row] = {}
 
-    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        self.tables[row].update(enumerate(pages, first))
+    def set_pages(self, writes: PageWrites) -> None:
+        for row, column, page in zip(writes.rows, writes.columns, writes.pages, strict=True):
+            self.tables.setdefault(row, {})[column] = page
+        for page in writes.fresh:
+            for offset in range(self.page_size):
+                self.slots.pop(page * self.page_size + offset, None)
 
     def launch(self, batch: Batch) -> Done:
-        rows = [req.row for req in batch.reqs]
+        rows = batch.rows.tolist()
         assert len(set(rows)) == len(rows), "a row is twice in the batch"
-        sampled: list[int | None] = []
-        for req in batch.reqs:
-            assert req.extend_len >= 1
-            assert self.tokens[req.row][: req.device_len] == req.token_ids[: req.device_len]
-            for position in range(req.cached_len, req.device_len):
-                self.slots[self._slot(req.row, position)] = (position, req.token_ids[position])
-        for req in batch.reqs:
-            for position in range(req.device_len):
-                held = self.slots.get(self._slot(req.row, position))
-                assert held == (position, req.token_ids[position]), f"{req}: {position} is lost"
-            sampled.append(self.next_token(req.token_ids) if req.samples else None)
-            if sampled[-1] is not None:
-                self.tokens[req.row].append(sampled[-1])
-        self.steps.append([(req.uid, req.extend_len) for req in batch.reqs])
-        size = batch.size
-        return Done(StepOutput(sampled, [None] * size, [[] for _ in range(size)]))
+        lengths = list(
+            zip(
+                rows,
+                batch.cached_lens.tolist(),
+                batch.device_lens.tolist(),
+                batch.total_lens.tolist(),
+                strict=True,
+            )
+        )
+        for row, cached, device, total in lengths:
+            assert cached < device <= total == len(self.tokens[row])
+            for position in range(cached, device):
+                tokens = tuple(self.tokens[row][: position + 1])
+                self.slots[self._slot(row, position)] = tokens
+        output = StepOutput([], prompt_logprobs=[])
+        for req, (row, cached, device, total) in zip(batch.reqs, lengths, strict=True):
+            for position in range(device):
+                held = self.slots.get(self._slot(row, position))
+                wanted = tuple(self.tokens[row][: position + 1])
+                assert held == wanted, f"request {req.uid}: {position} is lost"
+            sampled = self.next_token(self.tokens[row]) if device == total else None
+            output.token_ids.append(sampled)
+            if sampled is not None:
+                self.tokens[row].append(sampled)
+            output.prompt_logprobs.append(self._scored(req, cached, device))
+        self.steps.append([(req.uid, n) for req, n in zip(batch.reqs, batch.extend_lens.tolist())])
+        return Done(output)
+
+    def _scored(self, req: Req, cached: int, device: int) -> list[TokenLogprobs]:
+        """Entries that say only which prompt tokens a model would have scored."""
+        if req.params.prompt_logprobs is None:
+            return []
+        first = max(cached, req.num_prompt_logprobs)
+        places = range(first, min(device, req.prompt_len - 1))
+        return [TokenLogprobs(req.token_ids[p + 1], 0.0, p + 1, ()) for p in places]
 
     def _slot(self, row: int, position: int) -> int:
-        return self.tables[row][position // self.page_size] * self.page_size + (
-            position % self.page_size
-        )
+        page = self.tables[row][position // self.page_size]
+        return page * self.page_size + position % self.page_size
+
+
+class ReuseGuard:
+    """Fails when a row or page gets a new owner while a step whose result was not read uses it.
+
+    Steps must be read in the order of their launches, each once.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._tables: dict[int, dict[int, int]] = {}
+        self._unread: deque[tuple[set[int], set[int]]] = deque()  # rows, pages of each step
+        self.most_unread = 0
+
+    def attach(self, req: Req) -> None:
+        assert not any(req.row in rows for rows, _ in self._unread), f"row {req.row} is in use"
+        self._tables[req.row] = {}
+        self._inner.attach(req)
+
+    def set_pages(self, writes: PageWrites) -> None:
+        assert not any(pages & set(writes.fresh) for _, pages in self._unread), "a page is in use"
+        for row, column, page in zip(writes.rows, writes.columns, writes.pages, strict=True):
+            assert column not in self._tables[row], "a page of a running request is replaced"
+            self._tables[row][column] = page
+        self._inner.set_pages(writes)
+
+    def launch(self, batch: Batch) -> PendingStep:
+        rows = set(batch.rows.tolist())
+        self._unread.append((rows, {p for row in rows for p in self._tables[row].values()}))
+        self.most_unread = max(self.most_unread, len(self._unread))
+        step = self._inner.launch(batch)
+        return _Guarded(step, self._unread)
+
+
+@dataclass
+class _Guarded:
+    step: PendingStep
+    unread: deque[tuple[set[int], set[int]]]
+
+    def result(self) -> StepOutput:
+        output = self.step.result()
+        self.unread.popleft()
+        return output

@@ -25,6 +25,7 @@ def test_defaults_depend_on_the_device_and_say_why():
     assert (cpu.device.type, gpu.device.type) == ("cpu", "cuda")
     assert (cpu.max_running_requests, gpu.max_running_requests) == (64, 256)
     assert (cpu.dtype, cpu.max_model_len, cpu.threads) == (torch.bfloat16, 4096, 4)
+    assert (cpu.overlap, gpu.overlap) == (False, True)
     assert any("max_model_len = 4096: the model's context" in reason for reason in cpu.reasons)
 
 
@@ -51,7 +52,10 @@ def test_rows_and_budget_fit_each_other():
         ({"memory_ratio": 1.5}, "--memory-ratio = 1.5"),
         ({"dtype": "int3"}, "--dtype = 'int3': choose from auto, float32"),
         ({"tp": 2}, "--tp = 2"),
-        ({"cache": "radix"}, "--cache = 'radix': choose from naive"),
+        ({"cache": "lru"}, "--cache = 'lru': choose from radix, naive"),
+        ({"schedule_policy": "sjf"}, "--schedule-policy = 'sjf': choose from fcfs, lpm"),
+        ({"overlap": True}, "--overlap = True: choose from auto, on, off"),
+        ({"cache": "naive", "schedule_policy": "lpm"}, "--cache naive has none"),
     ],
 )
 def test_bad_values_name_flag_and_value(options, message):

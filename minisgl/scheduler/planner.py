@@ -1,0 +1,196 @@
+"""What the next step computes: decodes, then prefill chunks, then requests that start.
+
+A request decodes when exactly one of its tokens lacks keys and values; else it is a prefill, also
+when it was retracted and its own output is computed again. Decodes never wait. What they leave of
+the token budget goes to running prefills and then to waiting requests, so that a long prompt and
+many short ones share a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from minisgl.core import Req
+
+from .queue import WaitingQueue
+from .running import RunningSet
+
+__all__ = ["Limits", "Plan", "Planner"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler must keep to."""
+
+    max_running_requests: int
+    """Rows of the page table."""
+    token_budget: int
+    """Tokens of a step, decoding included; not below `max_running_requests`."""
+    max_model_len: int
+    """Longest prompt plus output."""
+
+    def __post_init__(self) -> None:
+        if self.token_budget < self.max_running_requests:
+            raise ValueError(
+                f"token budget {self.token_budget} is below the "
+                f"{self.max_running_requests} requests that may decode in a step"
+            )
+
+
+@dataclass
+class Plan:
+    """The requests of the step, each with `device_len` set and pages up to it."""
+
+    budget: int
+    """Tokens that may still be added."""
+    reqs: list[Req] = field(default_factory=list)
+    num_decodes: int = 0
+    """The first of `reqs` decode, one token each; the rest are prefill chunks."""
+    num_prefill_tokens: int = 0
+    num_queried_tokens: int = 0
+    """Tokens of the requests that start now."""
+    num_hit_tokens: int = 0
+    """Tokens read from the prefix cache instead of computed."""
+    computing: set[Hashable] = field(default_factory=set)
+    """Pages that this step's prefills compute next (see `KVCache.next_page`)."""
+    reserved_pages: int = 0
+    """Pages that running prefills still need to reach their first output token."""
+
+
+class Planner:
+    """Moves requests between the queue and the running set, and fills steps."""
+
+    def __init__(self, running: RunningSet, queue: WaitingQueue, limits: Limits) -> None:
+        self._running = running
+        self._cache = running.cache
+        self._queue = queue
+        self._limits = limits
+        self.num_retractions = 0
+
+    def must_settle(self) -> bool:
+        """Whether decodes need more pages than are left, so that some must be retracted.
+
+        A step in flight writes to its requests' pages, so its result is taken before that; it
+        may also end requests, and then nobody is retracted.
+        """
+        reqs, left = self._running.reqs, self._cache.num_available_pages
+        if left >= len(reqs):
+            return False
+        page_size = self._cache.page_size
+        return left < sum(
+            1
+            for req in reqs
+            if req.cached_len + 1 == req.num_tokens < req.max_len
+            and req.cached_len == len(req.pages) * page_size
+        )
+
+    def plan(self, step: int) -> Plan:
+        """Choose the requests of step number `step`; what they need of rows and pages is theirs."""
+        plan = Plan(self._limits.token_budget)
+        self._plan_decodes(plan)
+        self._plan_prefills(plan)
+        self._start_waiting(plan, step)
+        return plan
+
+    def _plan_decodes(self, plan: Plan) -> None:
+        """One token for each request that decodes, from the earliest in turn to the latest.
+
+        The victim of a retraction is always the latest, so it was not visited yet and nothing
+        planned is undone.
+        """
+        reqs, chosen, page_size = self._running.reqs, plan.reqs, self._cache.page_size
+        visited = 0
+        while visited < len(reqs):  # retraction shortens the list at its end
+            req = reqs[visited]
+            visited += 1
+            length = req.cached_len + 1
+            total = len(req.token_ids) + req.num_pending
+            if length != total or total >= req.max_len:  # a prefill; its last token is in flight
+                continue
+            if length > len(req.pages) * page_size and not self._grow_or_retract(req, length):
+                continue
+            req.device_len = length
+            chosen.append(req)
+        plan.num_decodes = len(chosen)
+        plan.budget -= len(chosen)
+
+    def _plan_prefills(self, plan: Plan) -> None:
+        """Chunks of the prompts that run, after what others computed of them meanwhile."""
+        for req in self._running.reqs:
+            if req.num_tokens - req.cached_len > 1:
+                self._count_hit(req, self._running.reuse(req), plan)
+                if not self._cache.awaits(req, plan.computing):
+                    self._take_chunk(req, plan)
+                plan.reserved_pages += self._missing_pages(req)
+
+    def _start_waiting(self, plan: Plan, step: int) -> None:
+        """Start waiting requests while budget, rows and pages last.
+
+        One starts if there are pages for all of its known tokens and one more, besides what
+        running prefills need and one page for every other request to decode into: with less,
+        it or another would be retracted soon. One whose next page is computed in this step is
+        passed over; for one without pages nobody is.
+        """
+        if plan.budget <= 0 or not self._running.has_free_row:
+            return
+        most = self._limits.max_running_requests
+        for req in self._queue.candidates(self._cache, step, most):
+            if plan.budget <= 0 or not self._running.has_free_row:
+                return
+            hit = self._running.start(req)
+            if self._cache.awaits(req, plan.computing):
+                self._running.end(req)
+                continue
+            needed = self._missing_pages(req) + plan.reserved_pages + len(self._running.reqs) - 1
+            if needed > self._cache.num_available_pages:
+                self._running.end(req)
+                return
+            self._queue.remove(req)
+            plan.num_queried_tokens += len(req.token_ids)
+            self._count_hit(req, hit, plan)
+            self._take_chunk(req, plan)
+            plan.reserved_pages += self._missing_pages(req)
+
+    def _take_chunk(self, req: Req, plan: Plan) -> None:
+        """Give a prefill what budget and pages allow, cut at a page's end where it can be."""
+        cache, start = self._cache, req.cached_len
+        end = min(req.num_tokens, start + plan.budget, cache.room_for(req))
+        if end < req.num_tokens and end - end % cache.page_size > start:
+            end -= end % cache.page_size
+        if end <= start:
+            return
+        self._running.grow(req, end)
+        req.device_len = end
+        plan.reqs.append(req)
+        plan.budget -= end - start
+        plan.num_prefill_tokens += end - start
+        page = cache.next_page(req)
+        if page is not None:
+            plan.computing.add(page)
+
+    def _grow_or_retract(self, req: Req, length: int) -> bool:
+        """A page for the next token; False when the request itself had to be retracted."""
+        self._cache.publish(req)  # its last page is full
+        while not self._running.grow(req, length):
+            victim = self._running.reqs[-1]
+            self.retract(victim)
+            if victim is req:
+                return False
+        return True
+
+    def retract(self, req: Req, *, keep: bool = True) -> None:
+        """Back to the queue with its tokens; what it computed stays cached while there is room."""
+        self._running.end(req, keep=keep)
+        req.retracted = True
+        self._queue.add(req)
+        self.num_retractions += 1
+
+    def _missing_pages(self, req: Req) -> int:
+        """Pages to hold all known tokens and one more."""
+        return self._cache.missing_pages(req, min(req.num_tokens + 1, req.max_len))
+
+    def _count_hit(self, req: Req, tokens: int, plan: Plan) -> None:
+        plan.num_hit_tokens += tokens
+        if not req.retracted:  # else it may be what it computed itself
+            req.num_cached_tokens += tokens

@@ -1,0 +1,124 @@
+"""The requests that own a row and pages.
+
+    start: row, cached pages --> grow: new pages --> end: all back
+                                   |                   ^
+                                   +---- finish -------+  when no step in flight has it
+
+Invariant: every row is free or belongs to exactly one request of `reqs` or `_closing`, and these
+are all that hold pages.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from minisgl.core import Executor, PageWrites, Req
+from minisgl.kvcache import KVCache
+
+from .queue import turn
+
+__all__ = ["RunningSet"]
+
+
+class RunningSet:
+    """Rows, pages and page-table entries of the running requests, in turn (see `turn`)."""
+
+    def __init__(self, cache: KVCache, num_rows: int) -> None:
+        self.cache = cache
+        self.reqs: list[Req] = []
+        self._closing: list[Req] = []  # finished, and a step in flight still writes for them
+        self._num_rows = num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        # What the executor has not been told yet:
+        self._unattached: list[Req] = []
+        self._entries: dict[tuple[int, int], int] = {}  # (row, column): page
+        self._fresh: list[int] = []
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether another request can start."""
+        return bool(self._free_rows)
+
+    def start(self, req: Req) -> int:
+        """Give a waiting request a row and its cached pages; returns the tokens these hold."""
+        req.row = self._free_rows.pop()
+        insort(self.reqs, req, key=turn)
+        self._unattached.append(req)
+        return self.reuse(req)
+
+    def reuse(self, req: Req) -> int:
+        """Let a request read what was cached since; returns the tokens it need not compute."""
+        before, first = req.cached_len, len(req.pages)
+        self._enter(req, first, self.cache.reuse(req))
+        return req.cached_len - before
+
+    def grow(self, req: Req, length: int) -> bool:
+        """Pages for `length` tokens; False, and no change, if there are too few."""
+        first = len(req.pages)
+        pages = self.cache.grow(req, length)
+        if pages is None:
+            return False
+        self._enter(req, first, pages)
+        self._fresh += pages
+        return True
+
+    def end(self, req: Req, *, keep: bool = True) -> None:
+        """Take row and pages back; `keep` whether others may read what was computed."""
+        self.reqs.remove(req)
+        self._give_back(req, keep)
+
+    def finish(self, req: Req) -> None:
+        """The request is over: it ends now, or when the steps in flight with it are done."""
+        req.finished = True
+        if req.num_in_flight:
+            self.reqs.remove(req)
+            self._closing.append(req)
+        else:
+            self.end(req)
+
+    def close(self, req: Req, *, keep: bool = True) -> None:
+        """End a finished request: no step in flight has it any more."""
+        self._closing.remove(req)
+        self._give_back(req, keep)
+
+    def attach_to(self, executor: Executor) -> None:
+        """Tell the executor which requests started and which table entries changed.
+
+        Forgotten only after `launched`, so that a launch that fails can be tried again.
+        """
+        for req in self._unattached:
+            executor.attach(req)
+        if self._entries:
+            rows, columns = zip(*self._entries, strict=True)
+            pages = list(self._entries.values())
+            executor.set_pages(PageWrites(list(rows), list(columns), pages, self._fresh))
+
+    def launched(self) -> None:
+        """A step was launched with what `attach_to` told."""
+        self._unattached, self._entries, self._fresh = [], {}, []
+
+    def holders(self) -> list[Req]:
+        """All requests that hold pages."""
+        return self.reqs + self._closing
+
+    def check_integrity(self) -> None:
+        """Raise unless every page and every row has exactly one owner."""
+        self.cache.check_integrity(self.holders())
+        rows = sorted([req.row for req in self.holders()] + self._free_rows)
+        if rows != list(range(self._num_rows)):
+            raise RuntimeError(f"Rows lost or shared: {rows}, of {self._num_rows}")
+
+    def _give_back(self, req: Req, keep: bool) -> None:
+        if req.num_in_flight:
+            raise RuntimeError(f"{req} ends while {req.num_in_flight} steps in flight write for it")
+        for column in range(len(req.pages)):
+            self._entries.pop((req.row, column), None)
+        if req in self._unattached:
+            self._unattached.remove(req)
+        self.cache.end(req, keep=keep)
+        self._free_rows.append(req.row)
+        req.row, req.cached_len, req.device_len = -1, 0, 0
+
+    def _enter(self, req: Req, first: int, pages: list[int]) -> None:
+        for column, page in enumerate(pages, first):
+            self._entries[req.row, column] = page
