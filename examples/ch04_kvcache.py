@@ -57,7 +57,7 @@ def main() -> None:
         pages = cache.grow(req, length)
         cache.check_integrity(running)
         got = "no page is free for it" if pages is None else f"new pages {pages}"
-        print(f"request {req.uid} to {length:>2} tokens: {got}; {cache.num_free_pages} free")
+        print(f"request {req.uid} to {length:>2} tokens: {got}; {cache.num_available_pages} free")
 
     grow(first, 6)  # two pages, the second half full
     grow(second, 3)
@@ -76,7 +76,7 @@ def main() -> None:
     cache.end(first)
     running.remove(first)
     cache.check_integrity(running)
-    print(f"request 0 ended: {cache.num_free_pages} of {cache.num_pages} pages free")
+    print(f"request 0 ended: {cache.num_available_pages} of {cache.num_pages} pages free")
     grow(second, 9)
 
 

@@ -86,7 +86,7 @@ def serve(executor: Executor) -> list[str]:
         ended = [u.uid for u in updates if u.finish_reason is not None]
         note = f"  ended: {ended}" if ended else ""
         print(f"{len(recorder.batches):>4}  {recorder.batches[-1]:<36} {tokens}{note}")
-    print(f"retractions: {scheduler.num_retractions}\n")
+    print(f"retractions: {scheduler.stats.num_retractions}\n")
     return recorder.batches
 
 

@@ -13,7 +13,9 @@ docs/architecture.md follows one request through them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .utils.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .llm import LLM, CompletionOutput, RequestOutput, StreamChunk
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# On first use: `import minisgl` alone stays instant.
 _EXPORTS = {
     "LLM": "llm",
     "CompletionOutput": "llm",
@@ -31,11 +34,4 @@ _EXPORTS = {
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StreamChunk"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: `import minisgl` alone stays instant."""
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -14,7 +14,9 @@ Read next: `tokenizer.py`, then `detokenize.py` and `stop.py`, then `chat_templa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate, check_template_kwargs
@@ -40,10 +42,4 @@ __all__ = [
     "check_template_kwargs",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

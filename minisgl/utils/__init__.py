@@ -6,7 +6,9 @@ caches or models' internals. Read next: `minisgl/core.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .hf import cached_load_hf_config, download_hf_weight
@@ -31,10 +33,4 @@ _EXPORTS = {
 
 __all__ = list(_EXPORTS)  # noqa: PLE0605
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -55,7 +55,7 @@ def ids(folder: str, params: SamplingParams, **options: Any) -> list[list[int]]:
     with LLM(folder, dtype="float32", **options) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         if "num_pages" in options:
-            assert llm.scheduler.num_retractions > 0, "the pool was meant to be too small"
+            assert llm.scheduler.stats.num_retractions > 0, "the pool was meant to be too small"
         return [output.token_ids for output in outputs]
 
 

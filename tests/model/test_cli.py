@@ -1,7 +1,8 @@
 """The command line on the demo model: what it prints, where, and how it exits.
 
 Loading the model takes seconds, so few tests start a process that does; the others call `main`
-in this process, and those that need a model share one.
+in this process, and those that need a model share one. What needs none, since the arguments are
+refused before, is in `test_cli_arguments.py`.
 """
 
 from __future__ import annotations
@@ -11,67 +12,22 @@ import io
 import json
 import re
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import minisgl.llm
 from minisgl.cli import main
 from minisgl.llm import LLM
+from tests.model.command_line import FAST, refused, run, started
 
-ROOT = Path(__file__).resolve().parents[2]
-FAST = ["--dtype", "float32", "--temperature", "0", "--num-pages", "16"]
 STATS = re.compile(
     r"\[(\d+) prompt \+ (\d+) output tokens \| loaded in [\d.]+ s \| prefill \d+ tok/s \| "
     r"decode [\d.]+ tok/s\]\n"
 )
-LIMIT_S = 120
 
 pytestmark = pytest.mark.usefixtures("demo_model_path")
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "minisgl", *arguments]
-
-
-def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        input=given,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
-@contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of ours, killed at the end or when it takes too long."""
-    process = subprocess.Popen(
-        command(*arguments),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        # A test run in the background ignores Ctrl-C, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    timer = threading.Timer(LIMIT_S, process.kill)
-    timer.start()
-    try:
-        yield process
-    finally:
-        timer.cancel()
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +41,13 @@ def shared(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """Let commands in this process use the one model that is loaded."""
     monkeypatch.setattr(minisgl.llm, "LLM", lambda model, **config: contextlib.nullcontext(llm))
     return llm
+
+
+def assert_nothing_lost(llm: LLM) -> None:
+    while llm.scheduler.has_work:  # the terminal update of an abort
+        llm.scheduler.step()
+    cache = llm.scheduler._cache
+    assert cache.num_available_pages == cache.num_pages
 
 
 # -- generate ------------------------------------------------------------------------------
@@ -152,6 +115,17 @@ def test_ctrl_c_during_generate_exits_with_130() -> None:
         _, errors = process.communicate()
     assert process.returncode == 130
     assert errors == "minisgl generate: error: interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    arguments = ["--model", "smollm2", "--max-tokens", "30", "--ignore-eos", *FAST]
+    with started("generate", "Tell me a story", *arguments) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
 
 
 # -- chat ----------------------------------------------------------------------------------
@@ -224,11 +198,30 @@ def test_chat_goes_on_after_a_message_longer_than_the_context(
     assert_nothing_lost(shared)
 
 
-def assert_nothing_lost(llm: LLM) -> None:
-    while llm.scheduler.has_work:  # the terminal update of an abort
-        llm.scheduler.step()
-    cache = llm.scheduler._cache
-    assert cache.num_free_pages == cache.num_pages
+# -- what the loaded model refuses ---------------------------------------------------------
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
+def test_stop_ids_outside_the_vocabulary(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(
+        capsys,
+        [*command, "--model", "smollm2", "--stop-token-ids", "49152"],
+        "stop_token_ids = 49152",
+        "vocabulary of 49152",
+    )
+
+
+def test_prompts_that_do_not_fit_or_are_no_text(
+    shared: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", "smollm2", "--raw"]
+    length = len(shared.tokenizer.encode("word " * 400))  # type: ignore[union-attr]
+    refused(capsys, ["generate", "word " * 400, *arguments], f"has {length} tokens", "256")
+    refused(capsys, ["generate", "bad \udcff byte", *arguments], "lone surrogate")
+    assert_nothing_lost(shared)
 
 
 # -- inspect -------------------------------------------------------------------------------
@@ -277,269 +270,3 @@ def test_inspect_prints_aligned_lines() -> None:
     assert shown["parameters"] == "134,515,008"
     assert shown["kv bytes per token"] == "23,040"
     assert shown["architecture"] == "LlamaForCausalLM"
-
-
-# -- mistakes ------------------------------------------------------------------------------
-
-GENERATE = ["generate", "hi", "--model", "smollm2"]
-CHAT = ["chat", "--model", "smollm2"]
-BENCH = ["bench", "offline"]
-
-
-def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *named: str) -> None:
-    """`main` says what is wrong in one line with these words, and exits with 2."""
-    try:
-        code: Any = main(arguments)
-    except SystemExit as left:  # argparse
-        code = left.code
-    said = capsys.readouterr()
-    assert code == 2, said.err
-    assert said.out == ""
-    assert said.err.endswith("\n")
-    [line] = said.err.splitlines()
-    assert re.match(rf"minisgl {arguments[0]}( offline)?: error: ", line), line
-    for word in named:
-        assert word in line
-
-
-@pytest.mark.parametrize("command", [GENERATE, CHAT], ids=["generate", "chat"])
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--temperature", "3"], ["temperature", "3"]),
-        (["--temperature", "nan"], ["temperature", "nan"]),
-        (["--temperature", "warm"], ["--temperature", "'warm'"]),
-        (["--top-p", "0"], ["top_p", "0"]),
-        (["--top-p", "1.5"], ["top_p", "1.5"]),
-        (["--top-k", "-2"], ["top_k", "-2"]),
-        (["--min-p", "2"], ["min_p", "2"]),
-        (["--max-tokens", "0"], ["max_tokens", "0"]),
-        (["--max-tokens", "1.5"], ["--max-tokens", "'1.5'"]),
-        (["--max-tokens", "4", "--min-tokens", "5"], ["min_tokens", "5"]),
-        (["--presence-penalty", "-2.5"], ["presence_penalty", "-2.5"]),
-        (["--repetition-penalty", "0"], ["repetition_penalty", "0"]),
-        (["--seed", str(2**63)], ["seed", str(2**63)]),
-        (["--stop", ""], ["stop", "''"]),
-        (["--stop-token-ids", "-1"], ["stop_token_ids", "-1"]),
-        (["--n", "2"], ["--n"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_sampling_flags(
-    command: list[str], flags: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, [*command, *flags], *named)
-
-
-@pytest.mark.parametrize("command", [GENERATE, CHAT, BENCH], ids=["generate", "chat", "bench"])
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--no-such-flag", "7"], ["--no-such-flag"]),
-        (["--no\nsuch\nflag"], ["--no such flag"]),
-        (["--max-tok", "7"], ["--max-tok"]),
-        (["--page-size", "0"], ["--page-size", "0"]),
-        (["--block-size", "x"], ["--page-size", "'x'"]),
-        (["--num-pages", "-1"], ["--num-pages", "-1"]),
-        (["--max-model-len", "0"], ["--max-model-len", "0"]),
-        (["--tp", "2"], ["--tp", "2"]),
-        (["--tp-size", "0"], ["--tp", "0"]),
-        (["--memory-ratio", "1.5"], ["--memory-ratio", "1.5"]),
-        (["--memory-ratio", "nan"], ["--memory-ratio", "nan"]),
-        (["--threads", "0"], ["--threads", "0"]),
-        (["--dtype", "int8"], ["--dtype", "'int8'"]),
-        (["--device", "tpu"], ["--device", "'tpu'"]),
-        (["--cache", "radix"], ["--cache", "'radix'"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_engine_flags(
-    command: list[str], flags: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, [*command, *flags], *named)
-
-
-@pytest.mark.parametrize("command", [GENERATE, CHAT], ids=["generate", "chat"])
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--dtype", "float16", "--device", "cpu"], ["float16", "--dtype"]),
-        (["--max-model-len", "8193"], ["8193", "8192"]),
-        (
-            ["--max-running-requests", "300", "--max-prefill-length", "200"],
-            ["--max-running-requests 300", "--max-prefill-length 200"],
-        ),
-        (
-            ["--max-num-seqs", "300", "--max-num-batched-tokens", "200"],
-            ["--max-running-requests 300", "--max-prefill-length 200"],
-        ),
-        (["--model", "no-such-model"], ["'no-such-model'"]),
-        (["--model", "/no/such/folder"], ["'/no/such/folder'"]),
-        (["--model", ""], []),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_flags_that_this_model_or_machine_cannot_honour(
-    command: list[str], flags: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, [*command, *flags], *named)
-
-
-def write_text(path: Path) -> None:
-    path.write_text("hello", encoding="utf-8")
-
-
-def write_cut_gguf(path: Path) -> None:
-    path.write_bytes(b"GGUF\x03\0\0\0")
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "inspect"])
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("notes.gguf", write_text),
-        ("cut.gguf", write_cut_gguf),
-        ("empty-folder", Path.mkdir),
-        ("missing.gguf", lambda path: None),
-    ],
-)
-def test_paths_that_are_no_model(
-    command: str,
-    name: str,
-    make: Callable[[Path], None],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / name
-    make(path)
-    arguments = {"generate": ["hi", "--model"], "chat": ["--model"], "inspect": []}[command]
-    refused(capsys, [command, *arguments, str(path)], name)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["inspect"], ["model"]),
-        (["inspect", "no-such-model"], ["'no-such-model'"]),
-        (["inspect", "smollm2", "--dtype", "int8"], ["'int8'"]),
-        (["inspect", "smollm2", "extra"], ["extra"]),
-        (["generate", "hi"], ["--model"]),
-        (["chat"], ["--model"]),
-        (["generate", "hi", "there", "--model", "smollm2"], ["there"]),
-        (["generate", "", "--model", "smollm2"], ["empty"]),
-        (["generate", "hi", "--model", "smollm2", "--file", "x"], ["--file"]),
-        (["generate", "--model", "smollm2", "--file", "/no/such.txt"], ["/no/such.txt"]),
-        (["generate", "--model", "smollm2", "--file", "/"], ["--file /"]),
-        (["generate", "hi", "--model", "smollm2", "--raw", "--system", "x"], ["--system"]),
-        (["bench", "offline", "--workload", "nap"], ["'nap'"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_other_mistakes(
-    arguments: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, arguments, *named)
-
-
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["--bogus"]], ids=str)
-def test_no_command_or_an_unknown_one(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    said = capsys.readouterr()
-    assert (left.value.code, said.out) == (2, "")
-    [line] = said.err.splitlines()
-    assert line.startswith("minisgl: error: ")
-    assert all(argument in line for argument in arguments[:1] if argument == "bogus")
-
-
-def test_stdin_that_is_empty_or_no_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    refused(capsys, ["generate", "--model", "smollm2"], "empty")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
-    refused(capsys, ["generate", "--model", "smollm2"], "stdin is not UTF-8")
-
-
-def test_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "picture"
-    file.write_bytes(b"\x89PNG\xff")
-    refused(capsys, ["generate", "--model", "smollm2", "--file", str(file)], str(file))
-
-
-@pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
-def test_stop_ids_outside_the_vocabulary(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(
-        capsys,
-        [*command, "--model", "smollm2", "--stop-token-ids", "49152"],
-        "stop_token_ids = 49152",
-        "vocabulary of 49152",
-    )
-
-
-def test_prompts_that_do_not_fit_or_are_no_text(
-    shared: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", "smollm2", "--raw"]
-    length = len(shared.tokenizer.encode("word " * 400))  # type: ignore[union-attr]
-    refused(capsys, ["generate", "word " * 400, *arguments], f"has {length} tokens", "256")
-    refused(capsys, ["generate", "bad \udcff byte", *arguments], "lone surrogate")
-    assert_nothing_lost(shared)
-
-
-def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--temperature", "3", "--debug"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback (most recent call last):\n")
-    assert "InvalidRequestError" in said
-    assert said.splitlines()[-1].startswith("minisgl generate: error: temperature = 3.0")
-
-
-def test_a_mistake_in_a_process_of_its_own() -> None:
-    done = run("generate", "hi", "--model", "smollm2", "--top-p", "0")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "minisgl generate: error: top_p = 0.0 must be above 0 and at most 1\n"
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = ["--model", "smollm2", "--max-tokens", "30", "--ignore-eos", *FAST]
-    with started("generate", "Tell me a story", *arguments) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.read(1)
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait() == 1
-
-
-# -- help ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["generate", "chat", "inspect", "bench"])
-def test_help_is_printed_and_exits_with_0(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([name, "--help"])
-    assert left.value.code == 0
-    assert f"usage: minisgl {name}" in capsys.readouterr().out
-
-
-def test_help_shows_groups_types_defaults_and_aliases(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "engine:",
-        "sampling:",
-        "--page-size INT",
-        "(default: 16)",
-        "--top-p FLOAT",
-        "--max-num-seqs",
-        "--gpu-memory-utilization",
-        "--context-length",
-    ):
-        assert part in shown

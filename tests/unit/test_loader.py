@@ -1,76 +1,25 @@
-"""Loading checkpoints: whatever is missing, broken or odd is one clear error, and TP shards fit.
+"""Loading checkpoints: whatever is missing, broken or odd is one clear error.
 
-The happy path, architecture by architecture, is in `tests/model/test_ch03_models.py`.
+The happy path, architecture by architecture, is in `tests/model/test_ch03_models.py`; what each
+rank of tensor parallelism loads in `test_loader_parallel.py`.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.distributed import DistributedInfo
 from minisgl.errors import CheckpointError, ModelError, ModelNotFoundError
-from minisgl.layers import set_rope_device
-from minisgl.models import ModelConfig, create_model, load_weight, shard_tensor
-from minisgl.utils import torch_dtype
-from tools.make_checkpoint import make_checkpoint
+from minisgl.models import load_weight
+from tests.unit.checkpoints import LAYER, Edit, checkpoint, load, load_into_model
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-TINY = {
-    "hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 12,
-    "num_key_value_heads": 6, "head_dim": 4, "vocab_size": 131, "max_position_embeddings": 64,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
-}  # fmt: skip
-Edit = Callable[[dict[str, torch.Tensor]], None]
-LAYER = "model.layers.1"
-
-
-@pytest.fixture(autouse=True)
-def clean_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run draws the same numbers, and the RoPE device set here is forgotten."""
-    torch.manual_seed(0)
-    monkeypatch.setattr("minisgl.layers.rotary._rope_device", None)
-
-
-def config_of(name: str = "qwen3-0.6b", **changes: Any) -> dict[str, Any]:
-    """A published config, shrunk."""
-    raw = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
-    sizes = TINY if "moe" in raw["model_type"] else {k: TINY[k] for k in list(TINY)[:8]}
-    return {**raw, **sizes, **changes}
-
-
-def checkpoint(folder: Path, edit: Edit | None = None, **changes: Any) -> Path:
-    """A tiny checkpoint; `edit` changes its tensors."""
-    name = "qwen3-30b-a3b" if changes.pop("moe", False) else "qwen3-0.6b"
-    make_checkpoint(config_of(name, **changes), folder, dtype="float32")
-    if edit is not None:
-        tensors = load_file(folder / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def load(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Everything that the loader yields."""
-    return dict(load_weight(str(folder), "cpu", dtype=dtype))
-
-
-def load_into_model(folder: Path) -> Any:
-    """What the engine does: build on meta, then load."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    set_rope_device("cpu")
-    with torch.device("meta"), torch_dtype(torch.float32):
-        model = create_model(ModelConfig.from_hf(SimpleNamespace(**config)))
-    model.load_state_dict(load(folder))
-    return model
+pytestmark = pytest.mark.usefixtures("clean_state")
 
 
 def split(folder: Path, num_files: int, seed: int = 0) -> dict[str, str]:
@@ -358,97 +307,3 @@ def test_tensors_are_converted_and_otherwise_left_alone(tmp_path: Path) -> None:
         for name, tensor in load(folder, dtype).items():
             assert tensor.is_contiguous()
             assert torch.equal(tensor, stored[name].to(dtype)), name
-
-
-# -- tensor parallelism --------------------------------------------------------------------
-
-# 12 query heads; KV heads as fit the sizes: (size, KV heads).
-SHARDINGS = [
-    (1, 6),
-    (2, 2),
-    (2, 1),
-    (2, 6),
-    (3, 6),
-    (3, 3),
-    (3, 1),
-    (4, 12),
-    (4, 4),
-    (4, 2),
-    (4, 1),
-]
-
-
-def shards(name: str, tensor: torch.Tensor, size: int, kv_heads: int = 1) -> list[torch.Tensor]:
-    """The parts of all ranks."""
-    return [shard_tensor(name, tensor, rank, size, kv_heads) for rank in range(size)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_concatenated_are_the_tensor(size: int) -> None:
-    # 131, 50 and 5 are divisible by none of 2, 3, 4 (but 50 by 2); 2 leaves ranks without any.
-    for rows in (131, 50, 5, 2):
-        tensor, bias = torch.randn(rows, 7), torch.randn(rows)
-        for name in ("model.embed_tokens", "lm_head", f"{LAYER}.mlp.gate_proj",
-                     f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.experts.3.up_proj"):  # fmt: skip
-            assert torch.equal(torch.cat(shards(f"{name}.weight", tensor, size)), tensor), name
-            assert torch.equal(torch.cat(shards(f"{name}.bias", bias, size)), bias), name
-        for name in (f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.experts.0.down_proj"):
-            parts = shards(f"{name}.weight", tensor.T, size)
-            assert torch.equal(torch.cat(parts, dim=1), tensor.T), name
-    wide, bias = torch.randn(24, 48), torch.randn(24)
-    assert torch.equal(torch.cat(shards(f"{LAYER}.self_attn.q_proj.weight", wide, size)), wide)
-    parts = shards(f"{LAYER}.self_attn.o_proj.weight", wide, size)
-    assert torch.equal(torch.cat(parts, dim=1), wide)
-    for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias", "input_layernorm.weight",
-                 "self_attn.q_norm.weight"):  # fmt: skip
-        assert all(torch.equal(p, bias) for p in shards(f"{LAYER}.{name}", bias, size)), name
-    gates = shards(f"{LAYER}.mlp.gate.weight", wide, size)  # the router, not gate_proj
-    assert all(torch.equal(part, wide) for part in gates)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_packed_experts_are_cut_like_single_ones(size: int) -> None:
-    gate, up, down = torch.randn(3, 10, 8), torch.randn(3, 10, 8), torch.randn(3, 8, 10)
-    name = f"{LAYER}.mlp.experts"
-    packed = shards(f"{name}.gate_up_proj", torch.cat((gate, up), dim=1), size)
-    halves = [part.chunk(2, dim=1) for part in packed]
-    assert torch.equal(torch.cat([half[0] for half in halves], dim=1), gate)
-    assert torch.equal(torch.cat([half[1] for half in halves], dim=1), up)
-    assert torch.equal(torch.cat(shards(f"{name}.down_proj", down, size), dim=2), down)
-
-
-@pytest.mark.parametrize(("size", "kv_heads"), SHARDINGS)
-def test_each_rank_has_the_kv_heads_of_its_queries(size: int, kv_heads: int) -> None:
-    head_dim, heads = 2, 12
-    number = torch.arange(kv_heads).repeat_interleave(head_dim)  # the head that a row is of
-    for part in ("k", "v"):
-        weight, bias = number[:, None].expand(-1, 5), number
-        for rank in range(size):
-            name = f"{LAYER}.self_attn.{part}_proj"
-            rows = shard_tensor(f"{name}.bias", bias, rank, size, kv_heads)
-            matrix = shard_tensor(f"{name}.weight", weight, rank, size, kv_heads)
-            assert torch.equal(matrix[:, 0], rows)
-            local = rows[::head_dim].tolist()
-            assert rows.tolist() == [h for h in local for _ in range(head_dim)]  # whole heads
-            group = (heads // size) // len(local)
-            for j in range(heads // size):
-                query = rank * (heads // size) + j
-                assert local[j // group] == query // (heads // kv_heads)
-
-
-@pytest.mark.parametrize(("size", "kv_heads"), SHARDINGS)
-@pytest.mark.parametrize("moe", [False, True])
-def test_every_rank_loads_what_its_model_has(
-    size: int, kv_heads: int, moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = checkpoint(
-        tmp_path, moe=moe, num_key_value_heads=kv_heads, tie_word_embeddings=False,
-        attention_bias=True,
-    )  # fmt: skip
-    for rank in range(size):
-        monkeypatch.setattr("minisgl.distributed.info._info", DistributedInfo(rank, size))
-        model = load_into_model(folder)  # raises if any name, shape or dtype differs
-        qkv = model.model.layers[0].self_attn.qkv_proj.weight
-        assert qkv.shape[0] == (12 // size + 2 * max(1, kv_heads // size)) * 4
-        rows = [44, 44, 43] if size == 3 else [33, 33, 33, 32] if size == 4 else [66, 65]
-        assert model.lm_head.weight.shape[0] == (131 if size == 1 else rows[rank])

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.kvcache import radix_tree
 from minisgl.kvcache.radix_tree import Node, RadixTree
 
-SALTS = [None, "a", "b"]
+SALTS = [None, None, "a"]
 NUM_PAGES = 40
 
 
@@ -44,8 +44,9 @@ class Cached:
     last_use: int
 
 
-# Small alphabet and short sequences, so that prefixes are shared and diverge everywhere.
-token_lists = st.lists(st.integers(0, 2), max_size=9)
+# Few tokens and long runs of them, so that prefixes are shared, and diverge everywhere.
+runs = st.sampled_from([[0], [1], [2], [0, 0, 0], [0, 0, 0, 0, 1]])
+token_lists = st.lists(runs, max_size=4).map(lambda lists: sum(lists, []))
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -105,14 +106,18 @@ class TreeMachine(RuleBasedStateMachine):
         request.pages[start : start + len(pages)] = pages
         request.handle = handle
 
-    @rule(salt=st.sampled_from(SALTS), tokens=token_lists, limit=st.integers(0, 9))
+    @rule(salt=st.sampled_from(SALTS), tokens=token_lists, limit=st.integers(0, 20))
     def begin(self, salt: str | None, tokens: list[int], limit: int) -> None:
         handle = self.tree.root(salt)
         self.tree.lock(handle)
-        request = Request(salt, tokens, handle, [])
-        self.requests.append(request)
-        self.extend(request, limit)
-        self.grow(request, [])
+        self.requests.append(Request(salt, tokens, handle, []))
+        self.extend(self.requests[-1], limit)
+        self.grow(self.requests[-1], [])
+
+    @rule(salt=st.sampled_from(SALTS), tokens=token_lists, limit=st.integers(0, 20))
+    def begin_and_end(self, salt: str | None, tokens: list[int], limit: int) -> None:
+        self.begin(salt, tokens, limit)
+        self.finish(self.requests[-1], len(tokens))
 
     def grow(self, request: Request, more: list[int]) -> None:
         """Give a request more tokens, and pages for all it has as long as some are free."""
@@ -158,7 +163,10 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(0, 9))
     def end(self, data: st.DataObject, count: int) -> None:
-        request = data.draw(st.sampled_from(self.requests))
+        self.finish(data.draw(st.sampled_from(self.requests)), count)
+
+    def finish(self, request: Request, count: int) -> None:
+        """End a request, merging `count` of its own pages and freeing the others."""
         self.requests.remove(request)
         start = request.handle.end
         own = request.pages[start:]
@@ -172,6 +180,7 @@ class TreeMachine(RuleBasedStateMachine):
         for prefix, page in zip(prefixes, request.pages, strict=False):
             self.cached.setdefault(prefix, Cached(page, 0)).last_use = self.tick
 
+    @precondition(lambda self: self.cached)
     @rule(count=st.integers(0, 8))
     def evict(self, count: int) -> None:
         locked = self.locked()

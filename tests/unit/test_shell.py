@@ -1,103 +1,23 @@
-"""The terminal chat over a scripted model and a scripted user."""
+"""The terminal chat: the conversation, Ctrl-C, refusals, and where lines come from."""
 
 from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prompt_toolkit.application import create_app_session
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from minisgl.errors import ChatTemplateError, InvalidRequestError
 from minisgl.params import SamplingParams
-from minisgl.shell import Shell, _completer, _terminal_reader
-
-VOCABULARY = 100
-
-
-class FakeLLM:
-    """Answers with scripted pieces, one token each; an exception among them is raised there.
-
-    A piece may also be a callable, called between two chunks. `prompts` records the messages of
-    each stream, `open` the streams that were neither finished nor closed.
-    """
-
-    max_model_len = 64
-    model_info = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
-
-    def __init__(self, *answers: Sequence[Any], finish: str = "stop") -> None:
-        self.answers = list(answers)
-        self.finish = finish
-        self.encode_error: Exception | None = None
-        self.prompts: list[list[tuple[str, str]]] = []
-        self.params: list[SamplingParams] = []
-        self.open = 0
-
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        if self.encode_error is not None:
-            raise self.encode_error
-        self.encoded = [(message["role"], message["content"]) for message in messages]
-        return list(range(10 * len(messages)))
-
-    def default_params(self) -> SamplingParams:
-        return SamplingParams().resolve_defaults({"temperature": 0.6})
-
-    def stream(
-        self, prompt: list[int], params: SamplingParams, *, fill_context: bool = False
-    ) -> Iterator[Any]:
-        assert fill_context
-        assert prompt == list(range(10 * len(self.encoded)))
-        pieces = self.answers.pop(0)
-        if isinstance(pieces, Exception):  # as LLM.stream refuses: at the call
-            raise pieces
-        self.prompts.append(self.encoded)
-        self.params.append(params)
-        return self._chunks(pieces)
-
-    def _chunks(self, pieces: Sequence[Any]) -> Iterator[Any]:
-        self.open += 1
-        try:
-            for piece in pieces:
-                if isinstance(piece, BaseException):
-                    raise piece
-                if callable(piece):
-                    piece()
-                    continue
-                yield SimpleNamespace(text=piece, token_ids=[7], finish_reason=None)
-            yield SimpleNamespace(text="", token_ids=[2], finish_reason=self.finish)
-        finally:
-            self.open -= 1
-
-
-def talk(
-    llm: FakeLLM,
-    *lines: str | type[BaseException],
-    params: SamplingParams | None = None,
-    system: str | None = None,
-) -> str:
-    """What the shell prints when the user types these lines, then Ctrl-D."""
-    script = iter(lines)
-
-    def read() -> str:
-        line = next(script, EOFError)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    out = io.StringIO()
-    console = Console(file=out, width=60)
-    Shell(llm, params or SamplingParams(), system=system, console=console, read=read).run()  # type: ignore[arg-type]
-    assert next(script, None) is None, "the shell left before the last line"
-    assert llm.open == 0, "a stream was not closed"
-    return out.getvalue()
+from minisgl.shell import Shell
+from minisgl.shell.shell import _terminal_reader
+from tests.unit.scripted_chat import FakeLLM, talk
 
 
 def test_answers_are_printed_and_become_part_of_the_conversation() -> None:
@@ -150,132 +70,6 @@ def test_model_text_is_neither_markup_nor_control_sequences() -> None:
 def test_long_lines_are_not_wrapped() -> None:
     text = "word " * 50
     assert talk(FakeLLM([text]), "hi") == text + "\n"
-
-
-def test_reset_forgets_messages_and_keeps_the_system_message() -> None:
-    llm = FakeLLM(["one"], ["two"])
-    talk(llm, "hi", "/reset", "again", system="Be brief.")
-    assert llm.prompts[1] == [("system", "Be brief."), ("user", "again")]
-
-
-def test_system_shows_sets_and_removes() -> None:
-    llm = FakeLLM(["a"], ["b"], ["c"])
-    said = talk(
-        llm, "/system", "x", "/system Talk [b]like\x07 this", "/system", "y", "/system -", "z"
-    )
-    assert llm.prompts == [
-        [("user", "x")],
-        [("system", "Talk [b]like\x07 this"), ("user", "y")],
-        [("user", "z")],
-    ]
-    assert said.startswith("(no system message)\n")
-    assert "\nTalk [b]like this\n" in said
-
-
-def test_a_system_message_that_the_template_refuses_changes_nothing() -> None:
-    llm = FakeLLM(["a"], ["b"])
-    encode = llm.encode_chat
-
-    def refuse(messages: Sequence[dict[str, Any]]) -> list[int]:
-        if messages[0]["content"] == "bad":
-            raise ChatTemplateError("System role not supported", "messages")
-        return encode(messages)
-
-    llm.encode_chat = refuse  # type: ignore[method-assign]
-    said = talk(llm, "hi", "/system bad", "go on", system="good")
-    assert "error: System role not supported\n" in said
-    assert [role for role, _ in llm.prompts[1]] == ["system", "user", "assistant", "user"]
-    assert llm.prompts[1][0] == ("system", "good")
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("temperature=0.5", "temperature", 0.5),
-        ("temperature=1", "temperature", 1),
-        ("top_k = 2", "top_k", 2),
-        ("temperature=none", "temperature", None),
-        ("max_tokens=12", "max_tokens", 12),
-        ("seed=-5", "seed", -5),
-        ("ignore_eos=true", "ignore_eos", True),
-        ("ignore_eos=False", "ignore_eos", False),
-        ("stop=END", "stop", ("END",)),
-        ("stop=two words", "stop", ("two words",)),
-        ("stop=5", "stop", ("5",)),
-        ('stop="\\n\\n"', "stop", ("\n\n",)),
-        ('stop=["a", "b"]', "stop", ("a", "b")),
-        ("stop=none", "stop", ()),
-        ("stop_token_ids=5", "stop_token_ids", (5,)),
-        ("stop_token_ids=[5, 6]", "stop_token_ids", (5, 6)),
-        ('logit_bias={"5": -100}', "logit_bias", {5: -100}),
-        ("logit_bias=none", "logit_bias", {}),
-    ],
-)
-def test_params_takes_the_right_types(line: str, name: str, value: object) -> None:
-    llm = FakeLLM(["x"])
-    before = SamplingParams(temperature=0.25, stop=["s"], logit_bias={1: 1.0})
-    assert talk(llm, f"/params {line}", "hi", params=before) == "x\n"
-    got = getattr(llm.params[0], name)
-    assert got == value
-    assert type(got) is type(value)
-    assert before == SamplingParams(temperature=0.25, stop=["s"], logit_bias={1: 1.0})
-
-
-def test_params_changes_several_at_once_and_shows_them() -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, "/params top_k=3 stop=a b  seed=1", "hi", "/params")
-    assert llm.params[0] == SamplingParams(top_k=3, stop=["a b"], seed=1)
-    shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[1:]}
-    assert shown["top_k"] == "3"
-    assert shown["stop"] == "['a b']"
-    assert shown["temperature"] == "0.6 (default)"
-    assert shown["max_tokens"] == "what fits (default)"
-    assert set(shown) == set(SamplingParams.names()) - {"n", "logprobs", "prompt_logprobs"}
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("top_k=2 temperature=3", "3"),
-        ("top_k=2 temperature=hot", "'hot'"),
-        ("top_k=2 temperature=NaN", "nan"),
-        ("top_k=2 temperature=", "''"),
-        ("top_k=2 top_p=0", "0"),
-        ("top_k=2.5", "2.5"),
-        ("top_k=true", "True"),
-        ("top_k=2 max_tokens=0", "0"),
-        ("top_k=2 stop=", "''"),
-        ("top_k=2 ignore_eos=1", "1"),
-        ("top_k=2 presence_penalty=none min_p=2", "2"),
-        ("top_k=2 stop_token_ids=100", "100"),
-        ("top_k=2 stop_token_ids=[1,", "'[1,'"),
-        ('top_k=2 logit_bias={"x": 1}', "'x'"),
-        ("top_k=2 n=2", "'n'"),
-        ("top_k=2 heat=1", "'heat'"),
-        ("temperature", "'temperature'"),
-        ("top_k 2", "'top_k 2'"),
-    ],
-)
-def test_a_bad_parameter_is_one_line_and_changes_nothing(line: str, named: str) -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, f"/params {line}", "hi", params=SamplingParams(top_k=9))
-    error, answer, end = said.split("\n")
-    assert error.startswith("error: ")
-    assert named in error
-    assert (answer, end) == ("x", "")
-    assert llm.params == [SamplingParams(top_k=9)]
-
-
-def test_stats_count_the_last_answer_and_all() -> None:
-    llm = FakeLLM(["a", "b"], ["c"])
-    said = talk(llm, "/stats", "one", "two", "/stats", "/reset", "/stats")
-    stats = [line for line in said.splitlines() if "tokens" in line]
-    zero, _, _, context, last, total, after = stats[:7]
-    assert zero == after == "conversation  0 of 64 tokens"
-    assert context == "conversation  32 of 64 tokens"
-    assert last.startswith("last answer   30 prompt + 2 output tokens, prefill ")
-    assert total.startswith("total         40 prompt + 5 output tokens, prefill ")
-    assert total.endswith(" tok/s")
 
 
 def test_an_interrupted_answer_stays_and_its_stream_is_closed() -> None:
@@ -358,30 +152,6 @@ def test_an_empty_answer_is_said_to_be_one() -> None:
     assert talk(FakeLLM([]), "hi") == "[an empty answer]\n"
 
 
-def test_unknown_commands_list_the_known_ones() -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, "/rest", "/Exit", "/", "/reset now", "/exit now", "hi")
-    lines = said.splitlines()
-    assert len(lines) == 6
-    for line, name in zip(lines, ("/rest", "/Exit", "/"), strict=False):
-        assert line.startswith(f"error: unknown command {name};")
-        assert "/reset /system /params /stats /help /exit" in line
-    assert lines[3] == "error: /reset takes no argument, it was given 'now'"
-    assert lines[4] == "error: /exit takes no argument, it was given 'now'"
-    assert llm.prompts == [[("user", "hi")]]
-
-
-def test_help_names_every_command() -> None:
-    said = talk(FakeLLM(), "/help")
-    for name in ("/reset", "/system", "/params", "/stats", "/help", "/exit", "/quit", "Ctrl-C"):
-        assert name in said
-
-
-@pytest.mark.parametrize("way_out", ["/exit", "/quit", "/exit  ", EOFError])
-def test_ways_to_leave(way_out: str | type[BaseException]) -> None:
-    assert talk(FakeLLM(), way_out) == ""
-
-
 @pytest.mark.parametrize(
     "error",
     [ChatTemplateError("no chat template"), InvalidRequestError("no tokenizer, so it can't chat")],
@@ -441,11 +211,3 @@ def test_the_terminals_prompt_takes_pastes_completes_commands_and_knows_ctrl_c()
         keys.send_text("\x04")
         with pytest.raises(EOFError):
             read()
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"), [("/re", ["/reset"]), ("/s", ["/system", "/stats"]), ("see /s", [])]
-)
-def test_only_a_leading_slash_completes(typed: str, offered: list[str]) -> None:
-    found = _completer().get_completions(Document(typed), CompleteEvent())
-    assert [completion.text for completion in found] == offered

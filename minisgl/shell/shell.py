@@ -1,14 +1,7 @@
-"""`Shell`: the chat in a terminal. Lines in; answers, streamed, out.
-
-Owns: the conversation, the `/` commands, what Ctrl-C means, what of a model's text may reach the
-terminal. Does not own: generating (`llm/`) or the command's flags (`cli/chat.py`).
-Invariant: the conversation alternates user, assistant. A message enters it together with its
-answer, so one that failed leaves no trace and the next attempt starts from the same place.
-"""
+"""`Shell`: the conversation, the `/` commands, and what Ctrl-C means."""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -16,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
@@ -24,6 +17,8 @@ from rich.text import Text
 
 from minisgl.errors import InvalidRequestError
 from minisgl.params import SamplingParams
+
+from .params import PARAM_NAMES, parse_params
 
 if TYPE_CHECKING:
     from prompt_toolkit.completion import WordCompleter
@@ -40,10 +35,6 @@ _COMMANDS = {
     "/help": ("", "this list"),
     "/exit": ("", "leave, like /quit and Ctrl-D"),
 }
-
-# One conversation is one sequence of text: these would be refused or have no effect.
-_NOT_HERE = ("n", "logprobs", "prompt_logprobs")
-_PARAMS = [name for name in SamplingParams.names() if name not in _NOT_HERE]
 
 # C0 but tab and newline, DEL, C1: what moves cursors, sets titles or begins an escape sequence.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -177,7 +168,7 @@ class Shell:
             self._show_params()
             return
         try:
-            params = replace(self._params, **_parse_params(text))
+            params = replace(self._params, **parse_params(text))
             self._check(params, self._system)
         except InvalidRequestError as error:
             self._error(str(error))
@@ -206,7 +197,7 @@ class Shell:
 
     def _show_params(self) -> None:
         defaults = {**vars(self._llm.default_params()), "max_tokens": "what fits", "seed": "random"}
-        for name in _PARAMS:
+        for name in PARAM_NAMES:
             value = getattr(self._params, name)
             shown = f"{defaults[name]} (default)" if value is None else value
             self._say(f"{name:<27}{list(value) if isinstance(value, tuple) else shown}")
@@ -325,43 +316,6 @@ def _deferred_interrupt() -> Iterator[_Stop]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# -- parameters ----------------------------------------------------------------------------
-
-
-def _parse_params(text: str) -> dict[str, Any]:
-    """`temperature=0.5 stop=["a", "b"]` as keyword arguments; SamplingParams checks them.
-
-    Values are JSON, or else the text as it stands. A value ends where the next `name=` begins,
-    so it may hold blanks.
-    """
-    changes: dict[str, Any] = {}
-    for part in re.split(r"\s+(?=\w+\s*=)", text):
-        name, equals, value = map(str.strip, part.partition("="))
-        if not equals:
-            raise InvalidRequestError(f"{part!r} is not of the form NAME=VALUE")
-        if name not in _PARAMS:
-            raise InvalidRequestError(f"no parameter {name!r} here, only {', '.join(_PARAMS)}")
-        changes[name] = _param_value(name, value)
-    return changes
-
-
-def _param_value(name: str, text: str) -> Any:
-    if text.lower() in ("none", "null"):
-        [item] = [item for item in fields(SamplingParams) if item.name == name]
-        return item.default if item.default_factory is MISSING else item.default_factory()
-    try:
-        value = json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        value = text
-    if name == "stop" and not isinstance(value, (list, str)):
-        return text  # a number or `true` is a string to stop at
-    if name == "stop_token_ids" and isinstance(value, int):
-        return [value]
-    if name == "logit_bias" and isinstance(value, dict):  # JSON has no integer keys
-        return {int(k) if k.isdecimal() else k: bias for k, bias in value.items()}
-    return value
 
 
 # -- input and output ----------------------------------------------------------------------

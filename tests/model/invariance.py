@@ -1,0 +1,123 @@
+"""Requests whose results must not depend on what runs beside them, and their comparison.
+
+Token ids are compared exactly, logprobs to a tolerance: a GEMM library sums a row in another
+order when the batch has another size. The tokens could only differ where two logits, or a
+uniform number and a border of the distribution, lie within that error; the seeds below have
+no such place (one that had would fail every time, not now and then).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl.core import TokenLogprobs
+from minisgl.scheduler import Stats
+from tests.helpers import TINY, random_prompts, save, tiny_hf_model
+
+LOGPROB_ATOL = 1e-4
+"""As for logits (see `tests.helpers.LOGIT_ATOL`); log-softmax adds at most as much again."""
+NUM_PROMPTS = 64
+MAX_TOKENS = 24
+# Of 1 to 40 tokens: shorter and longer than chunks (16), pages (16) and the window (9).
+_OWN = random_prompts([1 + (7 * i) % 40 for i in range(NUM_PROMPTS)], TINY["vocab_size"], 11)
+_SHARED = random_prompts([37, 18], TINY["vocab_size"], 12)
+# Two of four begin with one of two texts, of other lengths than a whole number of pages.
+PROMPTS = [_SHARED[i // 4 % 2] + own if i % 4 >= 2 else own for i, own in enumerate(_OWN)]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+PAGES = 448
+"""Of 16 tokens: enough for all 64 requests at once (at most 101 tokens each)."""
+
+
+def params(i: int) -> SamplingParams:
+    """Even prompts greedy, odd ones sampled with a seed of their own; some with logprobs,
+    penalties, and an end before `max_tokens`."""
+    common: dict[str, Any] = {
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "logprobs": 3 if i % 3 == 0 else None,
+        "prompt_logprobs": 2 if i % 8 == 0 else None,
+    }
+    if i % 5 == 0:
+        common |= {"presence_penalty": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2}
+    if i % 7 == 0:  # an eighth of the vocabulary ends it, once there are three tokens
+        common |= {"stop_token_ids": [*range(0, TINY["vocab_size"], 8)], "min_tokens": 3}
+    if i % 2 == 0:
+        return SamplingParams(temperature=0.0, **common)
+    return SamplingParams(temperature=0.8, top_p=0.9, seed=1000 + i, **common)
+
+
+class Model(NamedTuple):
+    """A saved model and what its requests give one by one, with everything at its default."""
+
+    folder: str
+    alone: list[RequestOutput]
+
+
+def make_model(name: str, folder: Path) -> Model:
+    """Save a random model and run each request alone, without a prefix cache."""
+    model_type, changes = MODELS[name]
+    save(tiny_hf_model(model_type, seed=4, num_hidden_layers=2, **changes), folder)
+    with LLM(folder, dtype="float32", threads=1, num_pages=64, cache="naive") as llm:
+        alone = [
+            llm.generate(prompt, params(i), use_tqdm=False)[0] for i, prompt in enumerate(PROMPTS)
+        ]
+    return Model(str(folder), alone)
+
+
+def run_all(llm: LLM) -> list[RequestOutput]:
+    """All prompts together."""
+    each = [params(i) for i in range(NUM_PROMPTS)]
+    return llm.generate(PROMPTS, each, use_tqdm=False)
+
+
+def run(folder: str, **config: Any) -> tuple[list[RequestOutput], Stats]:
+    """All prompts together, and what the scheduler counted."""
+    with LLM(folder, dtype="float32", threads=1, **config) as llm:
+        return run_all(llm), llm.scheduler.stats
+
+
+def assert_same_logprobs(x: TokenLogprobs, y: TokenLogprobs) -> None:
+    """Equal up to the tolerance; two tokens that tie within it may have changed places."""
+    assert x.token_id == y.token_id
+    assert abs(x.rank - y.rank) <= 1
+    assert len(x.top) == len(y.top)
+    values = [x.logprob, *(value for _, value in x.top)]
+    expected = [y.logprob, *(value for _, value in y.top)]
+    assert values == pytest.approx(expected, abs=LOGPROB_ATOL, rel=0)
+    top = dict(y.top)
+    for token, value in x.top:
+        assert value == pytest.approx(top.get(token, y.top[-1][1]), abs=LOGPROB_ATOL, rel=0)
+
+
+def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    """Equal ids, and logprobs of the same tokens within the tolerance."""
+    assert len(ours) == len(theirs) == NUM_PROMPTS
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.token_ids == b.token_ids, f"prompt {i}"
+        assert a.finish_reason == b.finish_reason
+        assert len(a.token_ids) == MAX_TOKENS or (i % 7 == 0 and a.finish_reason == "stop")
+        for mine, other, count in (
+            (a.logprobs, b.logprobs, len(a.token_ids) if i % 3 == 0 else None),
+            (a.prompt_logprobs, b.prompt_logprobs, len(PROMPTS[i]) if i % 8 == 0 else None),
+        ):
+            assert (mine is None) == (other is None) == (count is None)
+            if mine is None or other is None:
+                continue
+            assert len(mine) == len(other) == count, f"prompt {i}"
+            for x, y in zip(mine, other, strict=True):
+                if x is None or y is None:  # a prompt's first token has no logprob
+                    assert x is y
+                    continue
+                assert_same_logprobs(x, y)
