@@ -75,6 +75,11 @@ class LateExecutor:
             self._queue.popleft()(self._inner)
         return step.launched.result()
 
+    def forget(self) -> None:
+        """Run all that is queued; nobody will read it."""
+        while self._unread:
+            self.read(self._unread[0])
+
 
 def _static_facts(req: Req) -> Req:
     """What an executor may ask of a request while the scheduler moves it on."""

@@ -20,6 +20,7 @@ from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 
 from .limits import read_bandwidth
+from .timing import percentiles
 from .workloads import Job, make_workload
 
 __all__ = ["bench_offline"]
@@ -147,18 +148,8 @@ def _figures(name: str, jobs: list[Job], run: _Run, step_limit_s: float) -> dict
         ("e2e", [times[-1] for times in run.tokens]),
     ):
         if values:
-            figures[f"{label}_ms"] = _percentiles([value * 1000 for value in values])
+            figures[f"{label}_ms"] = percentiles([value * 1000 for value in values])
     return figures
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
-
-    mean = round(statistics.fmean(ordered), 2)
-    return {"mean": mean, "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}
 
 
 def _compared(jobs: list[Job], row: dict[str, Any], seconds: list[float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_table"]
+__all__ = ["print_scheduler_tables", "print_table"]
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -58,3 +58,44 @@ def print_table(results: dict[str, Any]) -> None:
             cells += [other["output_tok_s"], f"{other['times_faster']}x"]
         table.add_row(*map(str, cells))
     console.print(table)
+
+
+def print_scheduler_tables(results: dict[str, Any]) -> None:
+    """Print `bench_scheduler`'s results: a row a number of requests and loop, then of sequences."""
+    console = Console()
+    console.print(
+        f"The host's work, without a model: Python {results['python']} on {results['machine']}, "
+        f"pages of {results['page_size']} tokens, {results['steps']} steps, garbage collector "
+        f"{'on' if results['gc_enabled'] else 'off'}; microseconds of CPU time",
+        soft_wrap=True,
+    )
+    steps = _table("decoding", "loop", "step p50", "step p99", "p50 per request", "share of 1.0 ms")
+    for row in results["decode"]:
+        share = row.get("share_of_target")
+        steps.add_row(
+            str(row["running"]),
+            row["loop"],
+            f"{row['step_us']['p50']:.1f}",
+            f"{row['step_us']['p99']:.1f}",
+            f"{row['us_per_request']:.2f}",
+            "-" if share is None else f"{share:.0%}",
+        )
+    console.print(steps)
+    calls = ("match_first_us", "match_again_us", "begin_end_us", "evict_page_us")
+    names = [call.removesuffix("_us").replace("_", " ") for call in calls]
+    prefixes = _table("cached", "pages", "hit", *[f"{name} p50" for name in names])
+    for row in results["prefix"]:
+        prefixes.add_row(
+            f"{row['cached']:,}",
+            f"{row['cached_pages']:,}",
+            f"{row['matched_tokens']} of {row['tokens']:,}",
+            *[f"{row[call]['p50']:.1f}" for call in calls],
+        )
+    console.print(prefixes)
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column == "loop" else "right")
+    return table

@@ -7,16 +7,25 @@ import json
 from typing import Any
 
 from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
 
 from .flags import add_flags, from_flags
 
 __all__ = ["add_parser"]
 
+MAX_PAGE_SIZE = 200
+"""The shared tokens of `minisgl.benchmark.prefix`, named here so as not to import torch for it."""
+
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `bench` and its one benchmark so far."""
+    """Add `bench` and its benchmarks."""
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     kinds = bench.add_subparsers(metavar="BENCHMARK", required=True, dest="benchmark")
+    _add_offline(kinds, common)
+    _add_scheduler(kinds, common)
+
+
+def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = kinds.add_parser(
         "offline",
         parents=[common],
@@ -40,10 +49,33 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
     add_flags(parser, EngineConfig, "engine")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_offline)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _add_scheduler(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = kinds.add_parser(
+        "scheduler",
+        parents=[common],
+        help="the host's work for a step and for a cached prefix, without a model",
+        description="Measure the host's work in microseconds, without a model: a decode step of "
+        "the scheduler, plain and overlapped, and the prefix cache's calls for 1,000 tokens.",
+    )
+    integers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "INT"}
+    parser.add_argument(
+        "--running", **integers, default=[1, 16, 64, 256, 1024], help="requests that decode"
+    )
+    parser.add_argument(
+        "--cached", **integers, default=[1, 100, 10_000], help="sequences in the prefix cache"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=512, metavar="INT", help="decode steps of each measurement"
+    )
+    parser.add_argument("--page-size", type=int, default=16, metavar="INT", help="tokens in a page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
+    parser.set_defaults(run=run_scheduler)
+
+
+def run_offline(arguments: argparse.Namespace) -> None:
     """Run the workloads and print a table, or JSON."""
     config = from_flags(EngineConfig, arguments)
 
@@ -61,3 +93,39 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(results))
     else:
         print_table(results)
+
+
+def run_scheduler(arguments: argparse.Namespace) -> None:
+    """Measure the scheduler and the prefix cache and print tables, or JSON."""
+    sizes = {
+        "--running": arguments.running,
+        "--cached": arguments.cached,
+        "--page-size": [arguments.page_size],
+    }
+    for flag, values in sizes.items():
+        if min(values) < 1:
+            raise ConfigError(f"{flag} = {min(values)} must be an integer of at least 1")
+    if arguments.page_size > MAX_PAGE_SIZE:
+        raise ConfigError(
+            f"--page-size = {arguments.page_size} must be at most {MAX_PAGE_SIZE}, the tokens "
+            "that the cached sequences share"
+        )
+    if arguments.steps < 2 * arguments.page_size:
+        raise ConfigError(
+            f"--steps = {arguments.steps} must be at least {2 * arguments.page_size}, twice "
+            f"--page-size {arguments.page_size}, so that every request gets new pages"
+        )
+
+    from minisgl.benchmark.report import print_scheduler_tables
+    from minisgl.benchmark.scheduler import bench_scheduler
+
+    results = bench_scheduler(
+        running=arguments.running,
+        cached=arguments.cached,
+        steps=arguments.steps,
+        page_size=arguments.page_size,
+    )
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        print_scheduler_tables(results)

@@ -101,7 +101,9 @@ class Sampler:
             work[where] += self._vector(values, np.float32)
         if bans:
             places, ids = zip(*bans, strict=True)
-            work[self._vector(places), self._vector(ids)] = float("-inf")
+            # Not `= float("-inf")`: a plain number would be copied to the device and waited for.
+            never = work.new_full((), float("-inf"))
+            work[self._vector(places), self._vector(ids)] = never
         return work
 
     def _penalized(

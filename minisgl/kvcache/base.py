@@ -47,18 +47,19 @@ class KVCache:
     # -- sharing, which a subclass may do --------------------------------------------------
 
     def match(self, req: Req) -> int:
-        """Tokens of a waiting request that `reuse` would find now; changes nothing."""
+        """Tokens that `begin` would find now for a waiting request; changes nothing."""
         return 0
 
-    def reuse(self, req: Req) -> list[int]:
-        """Cached pages that continue `req.pages`, added to it; its lengths move up over them."""
+    def begin(self, req: Req) -> list[int]:
+        """A request starts: the cached pages of its first tokens, now also `req.pages`; its
+        lengths move up over them."""
         return []
 
     def publish(self, req: Req) -> None:
         """Let others read the full pages of `[0, cached_len)` while the request still runs."""
 
     def next_page(self, req: Req) -> Hashable | None:
-        """Names the page that a running request computes next, by its tokens and all before;
+        """Names the page that a started request computes next, by its tokens and all before;
         None if these can't be shared."""
         return None
 

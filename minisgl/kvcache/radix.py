@@ -30,6 +30,12 @@ class _Handle:
     key: bytearray = field(default_factory=bytearray)
     node: Node | None = None
 
+    def get_node(self) -> Node:
+        """Where the shared pages of a running request end."""
+        if self.node is None:
+            raise RuntimeError("The request has not begun, or has ended")
+        return self.node
+
 
 class RadixCache(KVCache):
     """Pages owned by a radix tree over token ids (SGLang's RadixAttention, Zheng et al. 2024).
@@ -57,33 +63,25 @@ class RadixCache(KVCache):
         pages = self.tree.match(req.cache_salt, _handle(req).key, self._most(req))
         return pages * self.page_size
 
-    def reuse(self, req: Req) -> list[int]:
-        """Lock the cached pages that continue the request's; it must not compute them.
-
-        A request that has computed beyond its shared pages finds nothing: see the module.
-        The pages are held until `end`.
-        """
+    def begin(self, req: Req) -> list[int]:
+        """Lock the cached pages of a request that starts, until `end`; it won't compute them."""
         handle = _handle(req)
-        if handle.node is None:
-            handle.node = self.tree.root(req.cache_salt)
-            self.tree.lock(handle.node)
-        if len(req.pages) != req.num_shared or req.cached_len != req.num_shared * self.page_size:
-            return []
-        handle.node, pages = self.tree.extend(
-            handle.node, handle.key, req.num_shared, self._most(req)
-        )
-        req.pages += pages
-        req.num_shared += len(pages)
-        req.cached_len = req.device_len = req.num_shared * self.page_size
+        root = self.tree.root(req.cache_salt)
+        self.tree.lock(root)
+        handle.node, pages = self.tree.extend(root, handle.key, 0, self._most(req))
+        req.pages, req.num_shared = pages, len(pages)
+        req.cached_len = req.device_len = len(pages) * self.page_size
         return pages
 
     def publish(self, req: Req) -> None:
         """Give the request's full pages to the tree, unless the tree has their tokens already."""
-        handle, first, full = _handle(req), req.num_shared, self._full(req)
-        if full <= first or handle.node is None:
+        first, full = req.num_shared, self._full(req)
+        if full <= first:
             return
-        if not self.tree.has_child(handle.node, handle.key, first):
-            handle.node = self.tree.insert(handle.node, handle.key, first, req.pages[first:full])
+        handle = _handle(req)
+        node = handle.get_node()
+        if not self.tree.has_child(node, handle.key, first):
+            handle.node = self.tree.insert(node, handle.key, first, req.pages[first:full])
             req.num_shared = full
 
     def next_page(self, req: Req) -> Hashable | None:
@@ -95,13 +93,11 @@ class RadixCache(KVCache):
         if page != req.num_shared or (page + 1) * self.page_size > len(req.token_ids):
             return None
         size = 4 * self.page_size
-        return handle.node, bytes(handle.key[page * size : (page + 1) * size])
+        return handle.get_node(), bytes(handle.key[page * size : (page + 1) * size])
 
     def awaits(self, req: Req, computing: Container[Hashable]) -> bool:
         """See `KVCache.awaits`."""
-        at_border = req.cached_len == req.num_shared * self.page_size
-        may_read = at_border and req.num_shared < self._most(req)
-        return may_read and self.next_page(req) in computing
+        return req.num_shared < self._most(req) and self.next_page(req) in computing
 
     def flush(self) -> int:
         """Forget what no running request reads; returns the number of pages freed."""
@@ -113,10 +109,9 @@ class RadixCache(KVCache):
         """Unlock the shared pages; full pages of its own go to the tree, the rest is free."""
         handle, first = _handle(req), req.num_shared
         full = max(first, self._full(req)) if keep else first
-        duplicates: list[int] = []
-        if handle.node is not None:
-            duplicates = self.tree.merge(handle.node, handle.key, first, req.pages[first:full])
-            handle.node = None
+        own = req.pages[first:full]
+        duplicates = self.tree.merge(handle.get_node(), handle.key, first, own)
+        handle.node = None
         self.allocator.free(duplicates + req.pages[full:])
         req.pages, req.num_shared = [], 0
 
@@ -126,9 +121,7 @@ class RadixCache(KVCache):
         super().check_integrity(holders)
         nodes = []
         for req in holders:
-            node = _handle(req).node
-            if node is None:
-                raise RuntimeError(f"{req} holds pages without a place in the tree")
+            node = _handle(req).get_node()
             nodes.append(node)
             path = [page for above in reversed([*node.upwards()]) for page in above.pages]
             if path != req.pages[: req.num_shared]:

@@ -116,12 +116,10 @@ class Planner:
         plan.budget -= len(chosen)
 
     def _plan_prefills(self, plan: Plan) -> None:
-        """Chunks of the prompts that run, after what others computed of them meanwhile."""
+        """The next chunks of prompts that run."""
         for req in self._running.reqs:
             if req.num_tokens - req.cached_len > 1:
-                self._count_hit(req, self._running.reuse(req), plan)
-                if not self._cache.awaits(req, plan.computing):
-                    self._take_chunk(req, plan)
+                self._take_chunk(req, plan)
                 plan.reserved_pages += self._missing_pages(req)
 
     def _start_waiting(self, plan: Plan, step: int) -> None:
@@ -130,7 +128,7 @@ class Planner:
         One starts if there are pages for all of its known tokens and one more, besides what
         running prefills need and one page for every other request to decode into: with less,
         it or another would be retracted soon. One whose next page is computed in this step is
-        passed over; for one without pages nobody is.
+        passed over, to read that page in the next; for want of pages nobody passes another.
         """
         if plan.budget <= 0 or not self._running.has_free_row:
             return
@@ -148,7 +146,9 @@ class Planner:
                 return
             self._queue.remove(req)
             plan.num_queried_tokens += len(req.token_ids)
-            self._count_hit(req, hit, plan)
+            plan.num_hit_tokens += hit
+            if not req.retracted:  # else it may read what it computed itself
+                req.num_cached_tokens = hit
             self._take_chunk(req, plan)
             plan.reserved_pages += self._missing_pages(req)
 
@@ -189,8 +189,3 @@ class Planner:
     def _missing_pages(self, req: Req) -> int:
         """Pages to hold all known tokens and one more."""
         return self._cache.missing_pages(req, min(req.num_tokens + 1, req.max_len))
-
-    def _count_hit(self, req: Req, tokens: int, plan: Plan) -> None:
-        plan.num_hit_tokens += tokens
-        if not req.retracted:  # else it may be what it computed itself
-            req.num_cached_tokens += tokens

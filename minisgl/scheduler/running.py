@@ -44,13 +44,8 @@ class RunningSet:
         req.row = self._free_rows.pop()
         insort(self.reqs, req, key=turn)
         self._unattached.append(req)
-        return self.reuse(req)
-
-    def reuse(self, req: Req) -> int:
-        """Let a request read what was cached since; returns the tokens it need not compute."""
-        before, first = req.cached_len, len(req.pages)
-        self._enter(req, first, self.cache.reuse(req))
-        return req.cached_len - before
+        self._enter(req, 0, self.cache.begin(req))
+        return req.cached_len
 
     def grow(self, req: Req, length: int) -> bool:
         """Pages for `length` tokens; False, and no change, if there are too few."""

@@ -15,6 +15,7 @@ from minisgl.core import (
     StepOutput,
     TokenLogprobs,
 )
+from tests.late_executor import LateExecutor
 
 
 @dataclass
@@ -79,7 +80,8 @@ class FakeExecutor:
             if sampled is not None:
                 self.tokens[row].append(sampled)
             output.prompt_logprobs.append(self._scored(req, cached, device))
-        self.steps.append([(req.uid, n) for req, n in zip(batch.reqs, batch.extend_lens.tolist())])
+        uids = [req.uid for req in batch.reqs]
+        self.steps.append(list(zip(uids, batch.extend_lens.tolist(), strict=True)))
         return Done(output)
 
     def _scored(self, req: Req, cached: int, device: int) -> list[TokenLogprobs]:
@@ -115,7 +117,8 @@ class ReuseGuard:
     def set_pages(self, writes: PageWrites) -> None:
         assert not any(pages & set(writes.fresh) for _, pages in self._unread), "a page is in use"
         for row, column, page in zip(writes.rows, writes.columns, writes.pages, strict=True):
-            assert column not in self._tables[row], "a page of a running request is replaced"
+            known = self._tables[row].get(column, page)  # after a failed launch it comes again
+            assert known == page, "a page of a running request is replaced"
             self._tables[row][column] = page
         self._inner.set_pages(writes)
 
@@ -125,6 +128,12 @@ class ReuseGuard:
         self.most_unread = max(self.most_unread, len(self._unread))
         step = self._inner.launch(batch)
         return _Guarded(step, self._unread)
+
+    def forget(self) -> None:
+        """Nobody will read the results of the steps in flight."""
+        self._unread.clear()
+        if isinstance(self._inner, LateExecutor):
+            self._inner.forget()
 
 
 @dataclass
