@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,11 +85,15 @@ class _Run:
     def __init__(self, count: int) -> None:
         self.tokens: list[list[float]] = [[] for _ in range(count)]
         self.steps = 0
+        self.computed_tokens = 0
         self.total_s = 0.0
 
 
 def _run(llm: LLM, jobs: list[Job]) -> _Run:
+    """All jobs at once, beginning with an empty prefix cache."""
     scheduler, run = llm.scheduler, _Run(len(jobs))
+    scheduler.flush_cache()
+    before = replace(scheduler.stats)
     params = SamplingParams(temperature=0.0, ignore_eos=True).resolve_defaults({})
     start = time.perf_counter()
     for uid, job in enumerate(jobs):
@@ -105,11 +110,12 @@ def _run(llm: LLM, jobs: list[Job]) -> _Run:
     while scheduler.has_work:
         updates = scheduler.step()
         now = time.perf_counter() - start
-        run.steps += 1
         for update in updates:
             if update.token_id is not None:
                 run.tokens[update.uid].append(now)
     run.total_s = time.perf_counter() - start
+    run.steps = scheduler.stats.num_steps - before.num_steps
+    run.computed_tokens = scheduler.stats.num_prefill_tokens - before.num_prefill_tokens
     for job, times in zip(jobs, run.tokens, strict=True):
         if len(times) != job.output_len:
             raise ConfigError(
@@ -132,6 +138,7 @@ def _figures(name: str, jobs: list[Job], run: _Run, step_limit_s: float) -> dict
         "workload": name,
         "requests": len(jobs),
         "prompt_tokens": prompts,
+        "computed_prompt_tokens": run.computed_tokens,
         "output_tokens": outputs,
         "total_s": round(run.total_s, 3),
         "prompt_tok_s": round(prompts / run.total_s, 1),

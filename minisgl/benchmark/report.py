@@ -24,6 +24,7 @@ def print_table(results: dict[str, Any]) -> None:
     columns = [
         "workload",
         "in",
+        "computed",
         "out",
         "seconds",
         "in tok/s",
@@ -43,6 +44,7 @@ def print_table(results: dict[str, Any]) -> None:
         cells = [
             row["workload"],
             row["prompt_tokens"],
+            row["computed_prompt_tokens"],
             row["output_tokens"],
             row["total_s"],
             row["prompt_tok_s"],

@@ -36,7 +36,7 @@ from minisgl.models import ModelConfig, create_model, load_weight
 from minisgl.models.base import BaseLLMModel
 from minisgl.utils import div_ceil, torch_dtype
 from minisgl.utils.logger import get_logger
-from minisgl.utils.transfer import to_device
+from minisgl.utils.transfer import HostCopy, to_device
 
 from .inputs import fill_batch
 from .memory import PoolPlan, check_fits, plan_pool
@@ -55,14 +55,17 @@ class _Step:
     size: int
     sampling: list[int]
     """Places in the batch of the requests that sampled a token."""
-    sampled: Sampled | None
+    sampled: Sampled | HostCopy
+    """A bare `HostCopy` where none did: the step's end on the device."""
     prompt: PromptLogprobs | None
 
     def result(self) -> StepOutput:
         """Wait for this step, but for none launched after it, and read tokens and logprobs."""
         token_ids: list[int | None] = [None] * self.size
         logprobs: list[TokenLogprobs | None] = [None] * self.size
-        if self.sampled is not None:
+        if isinstance(self.sampled, HostCopy):
+            self.sampled.wait()
+        else:
             tokens, entries = self.sampled.read()
             for i, token, entry in zip(self.sampling, tokens, entries, strict=True):
                 token_ids[i], logprobs[i] = token, entry
@@ -114,7 +117,7 @@ class Engine:
             logits = self.model.forward()
         sampling = np.flatnonzero(batch.samples)
         if not sampling.size:
-            return _Step(batch.size, [], None, prompt)
+            return _Step(batch.size, [], HostCopy([], self._device), prompt)
         if sampling.size < batch.size:
             logits = logits[to_device(sampling, self._device)]
         rows, positions = batch.rows[sampling], batch.total_lens[sampling]

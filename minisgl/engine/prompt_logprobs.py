@@ -55,7 +55,7 @@ class PromptLogprobs:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         ids = to_device(np.array(self._targets[rows], dtype=np.int64), self._device)
         ranked = ranked_logprobs(logprobs, ids, max(self._tops[rows]))
-        self._pieces.append(_Piece(rows, HostCopy(ranked)))
+        self._pieces.append(_Piece(rows, HostCopy(ranked, self._device)))
 
     def by_request(self, size: int) -> list[list[TokenLogprobs]]:
         """What was scored, for each of the batch's `size` requests in order; waits for it."""

@@ -160,11 +160,11 @@ class Sampler:
         rows = [i for i, top in asked if top is not None]
         tops = [top for _, top in asked if top is not None]
         if not rows:
-            return Sampled(tokens, rows, tops, HostCopy([tokens]))
+            return Sampled(tokens, rows, tops, HostCopy([tokens], self._device))
         index = self._vector(rows)
         logprobs = torch.log_softmax(logits[index], dim=-1)
         ranked = sampling.ranked_logprobs(logprobs, tokens[index], max(tops))
-        return Sampled(tokens, rows, tops, HostCopy([tokens, *ranked]))
+        return Sampled(tokens, rows, tops, HostCopy([tokens, *ranked], self._device))
 
     def _vector(self, values: Sequence[Any], dtype: type[np.generic] = np.int64) -> torch.Tensor:
         return to_device(np.array(values, dtype=dtype), self._device)

@@ -35,15 +35,16 @@ class HostCopy:
     into it is done. On the CPU the tensors are there already, and must not change until read.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Without tensors, `wait` still waits for what `device` was given up to now."""
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
-        if tensors and tensors[0].is_cuda:
+        if device.type == "cuda":
             self._tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
             for target, source in zip(self._tensors, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensors[0].device))
+            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors on the host, in the order given."""
