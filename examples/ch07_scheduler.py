@@ -9,18 +9,26 @@ continuous batching, chunked prefill, admission and retraction.
 
 The scheduler asks an executor for tokens and does not care who it is. The same four requests run
 twice, first on a fake one without a model, then on the engine. Prints each step's batch as
-request[first token:end], and what it brought; there are too few pages for all, so that one
-request is retracted and computed again. The batches are the same both times, as policy looks at
-lengths and not at tokens.
+request[first token:end], and what it brought. Pages are short: requests 2 and 3 wait for some,
+though they have come and budget is left, and in step 9 request 1 loses its own to request 0 and
+later computes all of it again. The batches are the same both times, as policy looks at lengths
+and not at tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from minisgl.config import EngineConfig, resolve
-from minisgl.core import Batch, Executor, PendingStep, Req, SamplingParams, StepOutput
+from minisgl.core import (
+    Batch,
+    Executor,
+    PageWrites,
+    PendingStep,
+    Req,
+    SamplingParams,
+    StepOutput,
+)
 from minisgl.engine import Engine
 from minisgl.kvcache import NaiveCache
 from minisgl.models import load_model_info
@@ -29,7 +37,7 @@ from minisgl.utils.hardware import Hardware
 
 PAGE_SIZE, NUM_PAGES = 4, 7
 LIMITS = Limits(max_running_requests=3, token_budget=8, max_model_len=24)
-LENGTHS = [(5, 9), (10, 6), (3, 4), (6, 3)]  # tokens of prompt and output of each request
+LENGTHS = [(5, 12), (10, 11), (3, 4), (6, 3)]  # tokens of prompt and output of each request
 
 
 class FakeExecutor:
@@ -38,7 +46,7 @@ class FakeExecutor:
     def attach(self, req: Req) -> None:
         """There is no token pool."""
 
-    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+    def set_pages(self, writes: PageWrites) -> None:
         """There is no page table."""
 
     def launch(self, batch: Batch) -> PendingStep:
@@ -81,10 +89,12 @@ def serve(executor: Executor) -> list[str]:
         prompt = [11 * uid + i for i in range(prompt_len)]
         scheduler.add(Req(uid, prompt, prompt_len, greedy, max_len=prompt_len + output_len))
     while scheduler.has_work:
+        retractions = scheduler.stats.num_retractions
         updates = scheduler.step()
         tokens = {u.uid: u.token_id for u in updates}
         ended = [u.uid for u in updates if u.finish_reason is not None]
         note = f"  ended: {ended}" if ended else ""
+        note += "  one retracted" if scheduler.stats.num_retractions > retractions else ""
         print(f"{len(recorder.batches):>4}  {recorder.batches[-1]:<36} {tokens}{note}")
     print(f"retractions: {scheduler.stats.num_retractions}\n")
     return recorder.batches

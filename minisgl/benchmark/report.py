@@ -84,13 +84,13 @@ def print_scheduler_tables(results: dict[str, Any]) -> None:
         )
     console.print(steps)
     calls = ("match_first_us", "match_again_us", "begin_end_us", "evict_page_us")
-    names = [call.removesuffix("_us").replace("_", " ") for call in calls]
-    prefixes = _table("cached", "pages", "hit", *[f"{name} p50" for name in names])
+    names = ("match first", "match again", "begin, end", "evict a page")
+    prefixes = _table("cached", "pages", "tokens hit", *[f"{name} p50" for name in names])
     for row in results["prefix"]:
         prefixes.add_row(
             f"{row['cached']:,}",
             f"{row['cached_pages']:,}",
-            f"{row['matched_tokens']} of {row['tokens']:,}",
+            str(row["matched_tokens"]),
             *[f"{row[call]['p50']:.1f}" for call in calls],
         )
     console.print(prefixes)

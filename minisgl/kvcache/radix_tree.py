@@ -33,7 +33,8 @@ import numpy as np
 
 __all__ = ["Extension", "Node", "RadixTree"]
 
-TOKEN_BYTES = 4  # a key is token ids as little-endian int32
+Key = bytes | bytearray  # token ids as little-endian int32
+TOKEN_BYTES = 4
 
 
 class Node:
@@ -45,12 +46,10 @@ class Node:
 
     __slots__ = ("children", "end", "key", "last_use", "locks", "pages", "parent", "salt")
 
-    def __init__(
-        self, salt: str | None, parent: Node | None, key: bytearray, pages: list[int]
-    ) -> None:
+    def __init__(self, salt: str | None, parent: Node | None, key: Key, pages: list[int]) -> None:
         self.salt = salt
         self.parent = parent
-        self.key = key
+        self.key = bytearray(key)
         self.pages = pages
         self.end: int = (parent.end if parent else 0) + len(pages)
         self.children: dict[bytes, Node] = {}
@@ -58,10 +57,8 @@ class Node:
         self.last_use = 0
 
     def __repr__(self) -> str:
-        return (
-            f"<node of pages {self.end - len(self.pages)}..{self.end} of a prefix, "
-            f"{self.locks} locks, {len(self.children)} children>"
-        )
+        start = self.end - len(self.pages)
+        return f"<pages {start}..{self.end}, {self.locks} locks, {len(self.children)} children>"
 
     def upwards(self) -> Iterator[Node]:
         """The node and its ancestors, the root last."""
@@ -88,7 +85,7 @@ class _Walk(NamedTuple):
 class RadixTree:
     """Prefixes and their pages; knows nothing of requests or free pages.
 
-    A `key` is the tokens from the sequence's first on (see `TOKEN_BYTES`) and may be longer than
+    A `key` is the tokens from the sequence's first on and may be longer than
     what a call uses of it. Positions and limits are in pages; a trailing partial page is ignored.
     """
 
@@ -108,16 +105,16 @@ class RadixTree:
         """The handle of no tokens, to be locked at once; made if the salt is new."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(salt, None, bytearray(), [])
+            root = self._roots[salt] = Node(salt, None, b"", [])
             self.num_nodes += 1
         return root
 
-    def match(self, salt: str | None, key: bytes | bytearray, limit: int) -> int:
+    def match(self, salt: str | None, key: Key, limit: int) -> int:
         """How many of the key's first `limit` pages are here. Changes nothing at all."""
         root = self._roots.get(salt)
         return 0 if root is None else self._walk(root, key, 0, limit).end
 
-    def has_child(self, handle: Node, key: bytes | bytearray, start: int) -> bool:
+    def has_child(self, handle: Node, key: Key, start: int) -> bool:
         """Whether the tree has the key's page `start`, at which the handle ends."""
         return self._page(key, start) in handle.children
 
@@ -140,7 +137,7 @@ class RadixTree:
                 self.num_unlocked_pages += len(node.pages)
         self._settle(handle)
 
-    def extend(self, handle: Node, key: bytes | bytearray, start: int, limit: int) -> Extension:
+    def extend(self, handle: Node, key: Key, start: int, limit: int) -> Extension:
         """Move the caller's lock from page `start`, where the handle ends, as deep as key goes.
 
         It goes no deeper than `limit`; where that, or the end of what matches, is inside a node,
@@ -157,9 +154,7 @@ class RadixTree:
             handle = node
         return Extension(handle, pages)
 
-    def insert(
-        self, handle: Node, key: bytes | bytearray, start: int, pages: Sequence[int]
-    ) -> Node:
+    def insert(self, handle: Node, key: Key, start: int, pages: Sequence[int]) -> Node:
         """Take over pages that hold the key's tokens from page `start` on; the new handle.
 
         The handle ends at `start` and has no child that begins with the first of the pages. A
@@ -182,15 +177,13 @@ class RadixTree:
             handle.pages += pages
             handle.end += len(pages)
             return handle
-        child = Node(handle.salt, handle, bytearray(tokens), list(pages))
+        child = Node(handle.salt, handle, tokens, list(pages))
         child.locks = 1
         handle.children[first] = child
         self.num_nodes += 1
         return child
 
-    def merge(
-        self, handle: Node, key: bytes | bytearray, start: int, pages: Sequence[int]
-    ) -> list[int]:
+    def merge(self, handle: Node, key: Key, start: int, pages: Sequence[int]) -> list[int]:
         """Take over pages as `insert` does, but for those whose tokens are here; then unlock.
 
         Returned are the caller's pages that the tree had no use for, to be freed:
@@ -244,11 +237,11 @@ class RadixTree:
         if faults:
             raise RuntimeError("Radix tree: " + "; ".join(faults[:5]))
 
-    def _page(self, key: bytes | bytearray, page: int) -> bytes:
+    def _page(self, key: Key, page: int) -> bytes:
         """The bytes of one page of a key: short, and so no child's, past its last whole page."""
         return bytes(key[page * self._page_bytes : (page + 1) * self._page_bytes])
 
-    def _check_arguments(self, handle: Node, key: bytes | bytearray, start: int, end: int) -> None:
+    def _check_arguments(self, handle: Node, key: Key, start: int, end: int) -> None:
         if not handle.locks:
             raise RuntimeError(f"{handle} is no handle: nobody has locked it")
         if handle.end != start:
@@ -257,7 +250,7 @@ class RadixTree:
             tokens = len(key) // TOKEN_BYTES
             raise RuntimeError(f"{end} pages of {self.page_size} tokens, but {tokens} tokens")
 
-    def _walk(self, node: Node, key: bytes | bytearray, start: int, limit: int) -> _Walk:
+    def _walk(self, node: Node, key: Key, start: int, limit: int) -> _Walk:
         """Follow the key's pages `start .. limit` down from a node that ends at `start`.
 
         Before each round, all up to `position` is alike, and `node` ends there.
@@ -382,13 +375,13 @@ class RadixTree:
             "a page is in the tree twice": len(set(pages)) != len(pages),
             "the heap has not each unlocked leaf once": valid != leaves,
             "the heap is out of order": any(
-                heap[i] < heap[(i - 1) // 2] for i in range(1, len(heap))
+                e < heap[(i - 1) // 2] for i, e in enumerate(heap) if i
             ),
         }
         return [fault for fault, is_so in faults.items() if is_so]
 
 
-def _common_tokens(ours: bytearray, key: bytes | bytearray, start: int, stop: int) -> int:
+def _common_tokens(ours: bytearray, key: Key, start: int, stop: int) -> int:
     """How many tokens `ours` and the bytes `start .. stop` of the key have alike at their start."""
     count = (stop - start) // TOKEN_BYTES
     unlike = np.frombuffer(ours, np.int32, count) != np.frombuffer(key, np.int32, count, start)

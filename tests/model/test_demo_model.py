@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minisgl import LLM, SamplingParams
 from tests.helpers import Greedy, assert_close, engine_logits, hf_greedy, hf_logits
 
+pytestmark = pytest.mark.slow
+
 ATOL = 3e-4
 """Logits of up to 40 in float32 after 30 layers, sums in another order. Measured: 7e-5."""
 MAX_TOKENS = 48
@@ -89,3 +91,27 @@ def test_logits_equal_transformers(llm: LLM, reference: Reference) -> None:
     positions = list(range(0, len(ids), 7))
     ours = engine_logits(llm.engine, ids, positions, chunk=33)
     assert_close(ours, hf_logits(reference.model, ids, positions), ATOL)
+
+
+def test_stop_strings_survive_chunks_cache_and_retraction(demo_model_path: Path) -> None:
+    """Texts cut at a string that each had in its middle, on a pool of a few pages, read late."""
+    prompts = [f"{name} was born in a small town and" for name in ("Ann", "Ben", "Cy", "Di")]
+    plain = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64}
+    with LLM(demo_model_path, cache="naive", num_pages=64, **options) as llm:
+        whole = [output.text for output in llm.generate(prompts, plain, use_tqdm=False)]
+    stops = [text[len(text) // 2 :][:7] for text in whole]
+    cut = [text[: text.index(stop)] for text, stop in zip(whole, stops, strict=True)]
+    each = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop) for stop in stops
+    ]
+    with LLM(
+        demo_model_path, overlap="on", page_size=4, num_pages=16, max_prefill_length=8,
+        max_running_requests=4, **options,
+    ) as llm:  # fmt: skip
+        for _ in range(2):
+            outputs = llm.generate(prompts, each, use_tqdm=False)
+            assert [output.text for output in outputs] == cut
+            assert [output.outputs[0].stop_reason for output in outputs] == stops
+        assert llm.scheduler.stats.num_retractions > 0
+        assert llm.scheduler.stats.num_hit_tokens > 0

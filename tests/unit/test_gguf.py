@@ -346,6 +346,7 @@ def test_demo_config_equals_the_published_one(demo_model_path: Path) -> None:
     assert config["head_dim"] == 64
 
 
+@pytest.mark.slow
 def test_demo_tensors_equal_transformers(demo_model_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

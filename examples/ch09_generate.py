@@ -1,6 +1,6 @@
-"""Chapter 8, generating: text in, text out, in one process.
+"""Chapter 9, generating: text in, text out, in one process.
 
-    python examples/ch08_generate.py [MODEL]
+    python examples/ch09_generate.py [MODEL]
 
 MODEL is a folder, a GGUF file, a hub id, or `smollm2` (the default, which `make setup` brings).
 Adds `tokenizer` and `llm`: text to ids and back, chat templates, stop strings, and `LLM`, which
