@@ -112,3 +112,22 @@ def test_abort_queued_chunked_and_running():
 def test_a_budget_below_the_rows_is_refused():
     with pytest.raises(ValueError, match="token budget 3"):
         make(rows=4, budget=3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_do_not_depend_on_max_tokens(overlap: bool):
+    """Nothing is reserved for tokens that may never come: a careless limit costs nothing."""
+    every = [[a, b, 5] for a in range(2, 9) for b in range(2, 9)]
+    prompts = [prompt for prompt in every if expected_output(prompt, 30)[-1] == EOS][:12]
+    lengths = [len(expected_output(prompt, 30)) for prompt in prompts]
+    assert len(prompts) == 12 and max(lengths) > 10
+    steps = []
+    for careless in (False, True):
+        scheduler, fake, *_ = make(num_pages=30, rows=6, budget=24, overlap=overlap)
+        for uid, prompt in enumerate(prompts):
+            scheduler.add(make_req(uid, prompt, 110 if careless else lengths[uid] + 1))
+        got = outputs(drain(scheduler))
+        assert [len(got[uid]) for uid in range(12)] == lengths
+        steps.append(fake.steps)
+    assert steps[0] == steps[1]
+    assert max(map(len, steps[0])) == 6, "reserving 113 tokens for each would let one run"
