@@ -3,7 +3,8 @@
     python examples/ch04_kvcache.py tests/configs/qwen3-0.6b.json
 
 CONFIG is a `config.json` or the folder that holds one. Adds `kvcache`: the pool, the free list
-and the cache that shares nothing. It needs no weights: random keys and values will do.
+and the caches, of which this takes the one that shares nothing (chapter 8 has the other). It
+needs no weights: random keys and values will do.
 
 Prints what a token and a page cost, then follows two requests that grow page by page, the slots
 where their tokens lie, a request that gets no page because none is free, and the pages coming

@@ -124,9 +124,9 @@ def serve(engine: Engine, cache: KVCache, *, quiet: bool = False) -> Session:
     session.run("Two at once: the second waits a step, to read what the first computes.",
                 [*range(41, 49), 51], [*range(41, 49), 61])  # fmt: skip
     session.run("The first prompt again, with a salt: nothing is shared.", first, salt=SALT)
-    session.run("A long prompt, and too few pages: what was not used for longest goes, from its end.",
+    session.run("A long prompt finds too few free pages: what was used least recently is evicted.",
                 [*range(71, 88)])  # fmt: skip
-    session.run("The second prompt again: what was evicted is computed again.", second)
+    session.run("The second prompt again: of its pages, those shared with others are left.", second)
     return session
 
 

@@ -158,12 +158,12 @@ class Batch:
     """Receives the logits of further rows when a request wants its prompt's logprobs."""
 
     def __post_init__(self) -> None:
-        lengths = [
-            (req.row, req.cached_len, req.device_len, len(req.token_ids) + req.num_pending)
-            for req in self.reqs
-        ]
-        columns = np.array(lengths, dtype=np.int64).reshape(-1, 4).T.copy()
-        self.rows, self.cached_lens, self.device_lens, self.total_lens = columns
+        reqs, count = self.reqs, len(self.reqs)
+        self.rows = np.fromiter([r.row for r in reqs], np.int64, count)
+        self.cached_lens = np.fromiter([r.cached_len for r in reqs], np.int64, count)
+        self.device_lens = np.fromiter([r.device_len for r in reqs], np.int64, count)
+        totals = [len(r.token_ids) + r.num_pending for r in reqs]
+        self.total_lens = np.fromiter(totals, np.int64, count)
 
     @property
     def size(self) -> int:

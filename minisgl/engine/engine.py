@@ -62,16 +62,18 @@ class _Step:
     def result(self) -> StepOutput:
         """Wait for this step, but for none launched after it, and read tokens and logprobs."""
         token_ids: list[int | None] = [None] * self.size
-        logprobs: list[TokenLogprobs | None] = [None] * self.size
+        logprobs: list[TokenLogprobs | None] | None = None
         if isinstance(self.sampled, HostCopy):
             self.sampled.wait()
         else:
             tokens, entries = self.sampled.read()
-            for i, token, entry in zip(self.sampling, tokens, entries, strict=True):
-                token_ids[i], logprobs[i] = token, entry
-        scored: list[list[TokenLogprobs]] = [[] for _ in range(self.size)]
-        if self.prompt is not None:
-            scored = self.prompt.by_request(self.size)
+            for i, token in zip(self.sampling, tokens, strict=True):
+                token_ids[i] = token
+            if self.sampled.logprob_rows:
+                logprobs = [None] * self.size
+                for i, entry in zip(self.sampling, entries, strict=True):
+                    logprobs[i] = entry
+        scored = None if self.prompt is None else self.prompt.by_request(self.size)
         return StepOutput(token_ids, logprobs, scored)
 
 

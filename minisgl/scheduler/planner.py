@@ -88,25 +88,32 @@ class Planner:
     def plan(self, step: int) -> Plan:
         """Choose the requests of step number `step`; what they need of rows and pages is theirs."""
         plan = Plan(self._limits.token_budget)
-        self._plan_decodes(plan)
-        self._plan_prefills(plan)
+        prefills = self._plan_decodes(plan)
+        for req in prefills:
+            if req.row >= 0:  # else it was retracted for a decode
+                self._take_chunk(req, plan)
+                plan.reserved_pages += self._missing_pages(req)
         self._start_waiting(plan, step)
         return plan
 
-    def _plan_decodes(self, plan: Plan) -> None:
-        """One token for each request that decodes, from the earliest in turn to the latest.
+    def _plan_decodes(self, plan: Plan) -> list[Req]:
+        """One token for each request that decodes, in turn; returns those that don't.
 
-        The victim of a retraction is always the latest, so it was not visited yet and nothing
-        planned is undone.
+        The victim of a retraction is always the latest in turn, so it was not visited yet, or not
+        planned, and nothing planned is undone.
         """
         reqs, chosen, page_size = self._running.reqs, plan.reqs, self._cache.page_size
+        prefills: list[Req] = []
         visited = 0
         while visited < len(reqs):  # retraction shortens the list at its end
             req = reqs[visited]
             visited += 1
             length = req.cached_len + 1
             total = len(req.token_ids) + req.num_pending
-            if length != total or total >= req.max_len:  # a prefill; its last token is in flight
+            if length < total:
+                prefills.append(req)
+                continue
+            if total >= req.max_len:  # its last token is in flight
                 continue
             if length > len(req.pages) * page_size and not self._grow_or_retract(req, length):
                 continue
@@ -114,13 +121,7 @@ class Planner:
             chosen.append(req)
         plan.num_decodes = len(chosen)
         plan.budget -= len(chosen)
-
-    def _plan_prefills(self, plan: Plan) -> None:
-        """The next chunks of prompts that run."""
-        for req in self._running.reqs:
-            if req.num_tokens - req.cached_len > 1:
-                self._take_chunk(req, plan)
-                plan.reserved_pages += self._missing_pages(req)
+        return prefills
 
     def _start_waiting(self, plan: Plan, step: int) -> None:
         """Start waiting requests while budget, rows and pages last.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from minisgl.core import Batch, Executor, PendingStep, Req, StepOutput, TokenLogprobs
@@ -213,8 +214,9 @@ class Scheduler:
         self._deliver(self._in_flight.popleft().reqs, output)
 
     def _deliver(self, reqs: list[Req], output: StepOutput) -> None:
-        scored = output.prompt_logprobs
-        for i, (req, token) in enumerate(zip(reqs, output.token_ids, strict=True)):
+        entries = output.logprobs or repeat(None)
+        scores = output.prompt_logprobs or repeat(None)
+        for req, token, entry, scored in zip(reqs, output.token_ids, entries, scores, strict=False):
             req.num_in_flight -= 1
             if token is not None:
                 req.num_pending -= 1
@@ -223,17 +225,17 @@ class Scheduler:
                 if req.num_in_flight == 0:
                     self._running.close(req)
                 continue
-            prompt_logprobs = scored[i] if scored else None
-            if prompt_logprobs:
-                req.num_prompt_logprobs += len(prompt_logprobs)
+            if scored:
+                req.num_prompt_logprobs += len(scored)
             if token is None:
-                if prompt_logprobs:
-                    self._ready.append(Update(req.uid, prompt_logprobs=prompt_logprobs))
+                if scored:
+                    self._ready.append(Update(req.uid, prompt_logprobs=scored))
                 continue
             req.token_ids.append(token)
-            logprobs = output.logprobs[i] if output.logprobs else None
-            reason = self._end_of(req, token)
-            update = Update(req.uid, token, logprobs, prompt_logprobs, reason)
+            reason = None
+            if token in req.stop_ids or len(req.token_ids) >= req.max_len:
+                reason = self._end_of(req, token)
+            update = Update(req.uid, token, entry, scored, reason)
             if reason is None:
                 self._ready.append(update)
             else:
