@@ -62,8 +62,7 @@ class FakeStep:
 
     def result(self) -> StepOutput:
         """What the scheduler is told."""
-        size = len(self._tokens)
-        return StepOutput(self._tokens, [None] * size, [[] for _ in range(size)])
+        return StepOutput(self._tokens)
 
 
 class Recorder:

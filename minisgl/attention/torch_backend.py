@@ -90,6 +90,7 @@ class TorchBackend:
         self._page_table = page_table
         self._windows = tuple(windows)
         self._page_size = pool.shape.page_size
+        self._gathered = _Gathered(), _Gathered()  # keys, values
 
     def prepare_metadata(self, batch: Batch) -> TorchMetadata:
         """Plan the batch; its requests' rows of the page table are written already."""
@@ -122,8 +123,10 @@ class TorchBackend:
             rows = slice(chunk.start, chunk.end)
             own_k, own_v = k[rows], v[rows]
             if chunk.pages is not None:
-                own_k = _gather(keys, chunk.pages, chunk.length)
-                own_v = _gather(values, chunk.pages, chunk.length)
+                own_k, own_v = (
+                    gathered.take(pages, chunk.pages).flatten(0, 1)[: chunk.length]
+                    for gathered, pages in zip(self._gathered, (keys, values), strict=True)
+                )
             out[rows] = prefill_attention(q[rows], own_k, own_v, chunk.mask)
         return out
 
@@ -131,8 +134,10 @@ class TorchBackend:
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Decode
     ) -> torch.Tensor:
         shape = (q.shape[0], -1, *keys.shape[2:])
-        k = keys.index_select(0, group.pages).view(shape)[:, : group.length]
-        v = values.index_select(0, group.pages).view(shape)[:, : group.length]
+        k, v = (
+            gathered.take(pages, group.pages).view(shape)[:, : group.length]
+            for gathered, pages in zip(self._gathered, (keys, values), strict=True)
+        )
         return decode_attention(q, k, v, group.mask)
 
     def _plan(
@@ -209,6 +214,22 @@ def _buckets(spans: list[tuple[int, int]]) -> Iterator[list[int]]:
         start = i
 
 
-def _gather(pages: torch.Tensor, indices: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens `[length, Hk, D]` of the pages in this order."""
-    return pages.index_select(0, indices).flatten(0, 1)[:length]
+class _Gathered:
+    """Where gathered pages lie until the next gather, of any layer.
+
+    On a CPU this is the same memory each time: fresh memory is given page by page as it is
+    touched, which takes four times as long as the copy. A GPU's memory comes from torch's cache.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def take(self, pages: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """The pages `[n, page_size, Hk, D]` in the order of `indices [n]`."""
+        if pages.is_cuda:
+            return pages.index_select(0, indices)
+        count = indices.shape[0]
+        if self._buffer is None or self._buffer.shape[0] < count:
+            # Sequences grow by a page now and then: half as much again makes that rare.
+            self._buffer = pages.new_empty((count + count // 2, *pages.shape[1:]))
+        return torch.index_select(pages, 0, indices, out=self._buffer[:count])

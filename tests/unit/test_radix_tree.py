@@ -259,7 +259,7 @@ def test_split_keeps_handles() -> None:
     assert drawing(tree.root(None)) == ([], 2, [([10, 11, 12, 13], 2, [([14], 1, [])])])
 
     upper = begin(tree, [1, 2, 9])
-    expected = ([10, 11], 3, [([12, 13], 2, [([14], 1, [])])])
+    expected: Any = ([10, 11], 3, [([12, 13], 2, [([14], 1, [])])])
     assert drawing(tree.root(None)) == ([], 3, [expected])
     assert (upper.pages, upper.end) == ([10, 11], 2)
     assert (deep.pages, deep.end, deepest.parent) == ([12, 13], 4, deep)
