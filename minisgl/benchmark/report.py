@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ __all__ = ["print_scheduler_tables", "print_table"]
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Print `bench_offline`'s results, one row a workload."""
+    """Print `bench_offline`'s results, one column a workload."""
     console = Console()
     console.print(
         f"{results['model']} in {results['dtype']} on {results['device']}, "
@@ -20,45 +21,28 @@ def print_table(results: dict[str, Any]) -> None:
         f"median of {results['repeats']}",
         soft_wrap=True,
     )
-    table = Table()
-    columns = [
-        "workload",
-        "in",
-        "computed",
-        "out",
-        "seconds",
-        "in tok/s",
-        "out tok/s",
-        "decode tok/s",
-        "limit share",
-        "TTFT p50 ms",
-        "TPOT p50 ms",
-        "ITL p99 ms",
-    ]
-    compared = any("transformers" in row for row in results["workloads"])
-    if compared:
-        columns += ["transformers out tok/s", "times faster"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "workload" else "right")
-    for row in results["workloads"]:
-        cells = [
-            row["workload"],
-            row["prompt_tokens"],
-            row["computed_prompt_tokens"],
-            row["output_tokens"],
-            row["total_s"],
-            row["prompt_tok_s"],
-            row["output_tok_s"],
-            row.get("decode_tok_s", "-"),
-            f"{row['bandwidth_limit_share']:.0%}",
-            row["ttft_ms"]["p50"],
-            row.get("tpot_ms", {}).get("p50", "-"),
-            row.get("itl_ms", {}).get("p99", "-"),
-        ]
-        if compared:
-            other = row["transformers"]
-            cells += [other["output_tok_s"], f"{other['times_faster']}x"]
-        table.add_row(*map(str, cells))
+    rows = results["workloads"]
+    table = _table("", *(row["workload"] for row in rows))
+    figures: dict[str, Callable[[dict[str, Any]], object]] = {
+        "prompt tokens": lambda row: row["prompt_tokens"],
+        "computed, not cached": lambda row: row["computed_prompt_tokens"],
+        "output tokens": lambda row: row["output_tokens"],
+        "seconds": lambda row: row["total_s"],
+        "prompt tok/s": lambda row: row["prompt_tok_s"],
+        "output tok/s": lambda row: row["output_tok_s"],
+        "decode tok/s": lambda row: row.get("decode_tok_s", "-"),
+        "share of the limit": lambda row: f"{row['bandwidth_limit_share']:.0%}",
+        "TTFT p50 ms": lambda row: row["ttft_ms"]["p50"],
+        "TPOT p50 ms": lambda row: row.get("tpot_ms", {}).get("p50", "-"),
+        "ITL p99 ms": lambda row: row.get("itl_ms", {}).get("p99", "-"),
+    }
+    if any("transformers" in row for row in rows):
+        figures |= {
+            "transformers output tok/s": lambda row: row["transformers"]["output_tok_s"],
+            "times faster": lambda row: f"{row['transformers']['times_faster']}x",
+        }
+    for name, figure in figures.items():
+        table.add_row(name, *(str(figure(row)) for row in rows))
     console.print(table)
 
 
@@ -99,5 +83,5 @@ def print_scheduler_tables(results: dict[str, Any]) -> None:
 def _table(*columns: str) -> Table:
     table = Table()
     for column in columns:
-        table.add_column(column, justify="left" if column == "loop" else "right")
+        table.add_column(column, justify="left" if column in ("", "loop") else "right")
     return table

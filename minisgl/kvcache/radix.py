@@ -5,8 +5,12 @@
 
 A request's first pages belong to the tree, which may have got them from it: as soon as a page is
 full it is offered to the tree (`publish`). If the tree already has these tokens in another page,
-the request keeps its copy to itself until it ends. Thus a page that stands in the page table of a
-running request stays there until the request gives up its row: no table is rewritten under a step.
+the request keeps its copy, and all pages after it, to itself until it ends. Thus a page that stands
+in the page table of a running request stays there until the request gives up its row: no table is
+rewritten under a step.
+
+A page is full once the step that fills it is launched. Whoever finds it in the tree can only read
+it in a later step, and the device computes steps in their order; if one is lost, all is flushed.
 """
 
 from __future__ import annotations

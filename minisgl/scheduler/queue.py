@@ -13,7 +13,8 @@ __all__ = ["LPM_MAX_WAIT", "LPM_WINDOW", "WaitingQueue", "turn"]
 LPM_WINDOW = 128
 """Waiting requests, from the earliest-come, whose cached prefixes `lpm` compares in a step."""
 LPM_MAX_WAIT = 32
-"""Steps in which `lpm` may let others pass the first in turn before it starts regardless."""
+"""Steps in which requests could start and `lpm` lets others pass the first in turn; then it is
+the next to start."""
 
 
 def turn(req: Req) -> tuple[int, int]:
@@ -25,7 +26,7 @@ class WaitingQueue:
     """Waiting requests in turn, whatever the policy; `candidates` puts them into its order.
 
     `fcfs` is first come, first served. `lpm` takes the longest cached prefix first, among equal
-    priorities, so that a prefix is used before it is evicted; but whoever is first in turn for
+    priorities, so that a prefix is used before it is evicted; but whoever was first in turn for
     `LPM_MAX_WAIT` steps goes before all others. As the next one is then first, nobody starves.
     """
 
@@ -50,6 +51,8 @@ class WaitingQueue:
     def remove(self, req: Req) -> None:
         """Take a request out that starts or is aborted."""
         self._reqs.remove(req)
+        if req.uid == self._first_uid:
+            self._first_uid = None  # retracted, it waits anew
 
     def candidates(self, cache: KVCache, step: int, count: int) -> list[Req]:
         """At most `count` requests in the order in which they may start in step number `step`."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Literal, NamedTuple
 
 from minisgl.core import Batch, Executor, PendingStep, Req, StepOutput, TokenLogprobs
@@ -214,9 +213,9 @@ class Scheduler:
         self._deliver(self._in_flight.popleft().reqs, output)
 
     def _deliver(self, reqs: list[Req], output: StepOutput) -> None:
-        entries = output.logprobs or repeat(None)
-        scores = output.prompt_logprobs or repeat(None)
-        for req, token, entry, scored in zip(reqs, output.token_ids, entries, scores, strict=False):
+        nothing = [None] * len(reqs)
+        entries, scores = output.logprobs or nothing, output.prompt_logprobs or nothing
+        for req, token, entry, scored in zip(reqs, output.token_ids, entries, scores, strict=True):
             req.num_in_flight -= 1
             if token is not None:
                 req.num_pending -= 1
