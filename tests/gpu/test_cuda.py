@@ -53,6 +53,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def ids(folder: str, params: SamplingParams, **options: Any) -> list[list[int]]:
     with LLM(folder, dtype="float32", **options) as llm:
+        on_cuda = llm.engine.config.device.type == "cuda"
+        assert llm.engine.config.overlap == (on_cuda and options.get("overlap") != "off")
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         if "num_pages" in options:
             assert llm.scheduler.stats.num_retractions > 0, "the pool was meant to be too small"
@@ -64,6 +66,7 @@ def test_cuda_equals_cpu(checkpoint: str, params: SamplingParams) -> None:
     expected = ids(checkpoint, params, device="cpu", max_model_len=128)
     for options in (
         {},
+        {"overlap": "off", "cache": "naive"},
         {"page_size": 1, "max_prefill_length": 16, "max_running_requests": 4},
         {"page_size": 4, "num_pages": 32},
     ):

@@ -8,15 +8,19 @@ no such place (one that had would fail every time, not now and then).
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from minisgl import LLM, RequestOutput, SamplingParams
-from minisgl.core import TokenLogprobs
-from minisgl.scheduler import Stats
+from minisgl.core import Executor, TokenLogprobs
+from minisgl.kvcache import CACHES
+from minisgl.scheduler import Limits, Scheduler, Stats
 from tests.helpers import TINY, random_prompts, save, tiny_hf_model
+from tests.late_executor import LateExecutor
+from tests.unit.fake_executor import ReuseGuard
 
 LOGPROB_ATOL = 1e-4
 """As for logits (see `tests.helpers.LOGIT_ATOL`); log-softmax adds at most as much again."""
@@ -38,6 +42,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PAGES = 448
 """Of 16 tokens: enough for all 64 requests at once (at most 101 tokens each)."""
+
+MATRIX = list(
+    itertools.product((1, 16), (16, 4096), ("radix", "naive"), (False, True), (False, True))
+)
+"""Page size, token budget, cache, retraction forced, overlap."""
 
 
 def params(i: int) -> SamplingParams:
@@ -69,7 +78,7 @@ def make_model(name: str, folder: Path) -> Model:
     """Save a random model and run each request alone, without a prefix cache."""
     model_type, changes = MODELS[name]
     save(tiny_hf_model(model_type, seed=4, num_hidden_layers=2, **changes), folder)
-    with LLM(folder, dtype="float32", threads=1, num_pages=64, cache="naive") as llm:
+    with LLM(folder, dtype="float32", threads=1, num_pages=64, cache="naive", device="cpu") as llm:
         alone = [
             llm.generate(prompt, params(i), use_tqdm=False)[0] for i, prompt in enumerate(PROMPTS)
         ]
@@ -121,3 +130,44 @@ def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
                     assert x is y
                     continue
                 assert_same_logprobs(x, y)
+
+
+def check_cell(
+    model: Model,
+    page_size: int,
+    budget: int,
+    cache: str,
+    retraction: bool,
+    overlap: bool,
+    *,
+    device: str = "cpu",
+) -> None:
+    """One combination of everything that must not matter.
+
+    With overlap, a CPU computes as late as an asynchronous device ever could: see `LateExecutor`.
+    """
+    tokens = 256 if retraction else 16 * PAGES
+    num_pages, rows = tokens // page_size, min(24, budget)
+    with LLM(
+        model.folder, dtype="float32", threads=1, page_size=page_size, num_pages=num_pages,
+        max_running_requests=rows, max_prefill_length=budget, device=device,
+    ) as llm:  # fmt: skip
+        late = overlap and device == "cpu"
+        executor: Executor = LateExecutor(llm.engine) if late else llm.engine
+        guard = ReuseGuard(executor)
+        llm.scheduler = Scheduler(
+            guard,
+            CACHES[cache](num_pages, page_size),
+            Limits(rows, budget, llm.max_model_len),
+            overlap=overlap,
+        )
+        outputs = run_all(llm)
+        while llm.scheduler.has_work:
+            llm.scheduler.step()
+        llm.scheduler.check_integrity()
+        stats = llm.scheduler.stats
+    assert_same(outputs, model.alone)
+    assert (stats.num_retractions > 0) == retraction
+    assert (stats.num_hit_tokens > 0) == (cache == "radix")
+    assert (stats.num_discarded_tokens > 0) == overlap
+    assert guard.most_unread == (2 if overlap else 1)

@@ -3,16 +3,11 @@ cached, retracted, or read a step late."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import Executor
-from minisgl.kvcache import CACHES
-from minisgl.scheduler import Limits, Scheduler
-from tests.late_executor import LateExecutor
 from tests.model.invariance import (
+    MATRIX,
     MAX_TOKENS,
     MODELS,
     NUM_PROMPTS,
@@ -20,12 +15,11 @@ from tests.model.invariance import (
     PROMPTS,
     Model,
     assert_same,
+    check_cell,
     make_model,
     params,
     run,
-    run_all,
 )
-from tests.unit.fake_executor import ReuseGuard
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -102,42 +96,6 @@ def test_several_sequences_of_one_prompt(model: Model) -> None:
     assert len({tuple(output.token_ids) for output in first}) == 6
     assert first[0].token_ids == alone.token_ids  # choice 0 of a seed is that seed's request
     assert same[0].token_ids == same[1].token_ids == same[2].token_ids
-
-
-def check_cell(
-    model: Model, page_size: int, budget: int, cache: str, retraction: bool, overlap: bool
-) -> None:
-    """One combination of everything that must not matter, on the engine as it is, or as an
-    asynchronous device would run it: see `LateExecutor`."""
-    tokens = 256 if retraction else 16 * PAGES
-    num_pages, rows = tokens // page_size, min(24, budget)
-    with LLM(
-        model.folder, dtype="float32", threads=1, page_size=page_size, num_pages=num_pages,
-        max_running_requests=rows, max_prefill_length=budget,
-    ) as llm:  # fmt: skip
-        device: Executor = LateExecutor(llm.engine) if overlap else llm.engine
-        guard = ReuseGuard(device)
-        llm.scheduler = Scheduler(
-            guard,
-            CACHES[cache](num_pages, page_size),
-            Limits(rows, budget, llm.max_model_len),
-            overlap=overlap,
-        )
-        outputs = run_all(llm)
-        while llm.scheduler.has_work:
-            llm.scheduler.step()
-        llm.scheduler.check_integrity()
-        stats = llm.scheduler.stats
-    assert_same(outputs, model.alone)
-    assert (stats.num_retractions > 0) == retraction
-    assert (stats.num_hit_tokens > 0) == (cache == "radix")
-    assert (stats.num_discarded_tokens > 0) == overlap
-    assert guard.most_unread == (2 if overlap else 1)
-
-
-MATRIX = list(
-    itertools.product((1, 16), (16, 4096), ("radix", "naive"), (False, True), (False, True))
-)
 
 
 @pytest.mark.parametrize(("page_size", "budget", "cache", "retraction", "overlap"), MATRIX)
