@@ -23,6 +23,7 @@ from minisgl.config import EngineConfig, resolve
 from minisgl.core import (
     Batch,
     Executor,
+    FinishedStep,
     PageWrites,
     PendingStep,
     Req,
@@ -50,19 +51,8 @@ class FakeExecutor:
         """There is no page table."""
 
     def launch(self, batch: Batch) -> PendingStep:
-        """A step that is done already."""
-        return FakeStep([7 if req.samples else None for req in batch.reqs])
-
-
-class FakeStep:
-    """The tokens of one step, without logprobs."""
-
-    def __init__(self, tokens: list[int | None]) -> None:
-        self._tokens = tokens
-
-    def result(self) -> StepOutput:
-        """What the scheduler is told."""
-        return StepOutput(self._tokens)
+        """A step that is done already, without logprobs."""
+        return FinishedStep(StepOutput([7 if req.samples else None for req in batch.reqs]))
 
 
 class Recorder:

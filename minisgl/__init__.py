@@ -7,8 +7,8 @@
 
 The folder tree is the architecture, lower rows first: `utils`, `core`, `distributed`,
 `kernel`, `layers`, `models`, `kvcache` and `attention`, `engine`, `scheduler`, `tokenizer`,
-`llm` and `cli`. Each package's docstring says what it owns and what to read next;
-docs/architecture.md follows one request through them.
+`llm`, `shell`, `benchmark` and `cli`. Each package's docstring says what it owns and what to
+read next; docs/architecture.md follows one request through them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class EngineConfig:
     )
     cache: str = option(
         "radix",
-        "radix shares the pages of equal prompt prefixes between requests, naive shares nothing",
+        "radix shares the pages of equal prefixes between requests, naive shares nothing",
         choices=("radix", "naive"),
     )
     schedule_policy: str = option(
@@ -66,7 +66,7 @@ class EngineConfig:
     )
     overlap: str = option(
         "auto",
-        "prepare and launch a step while the last one computes (default: on CUDA)",
+        "prepare and launch a step while the last one computes; auto: on CUDA only",
         choices=("auto", "on", "off"),
     )
     attn: str = option("auto", "attention backend", choices=("auto", "torch"))

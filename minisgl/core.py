@@ -39,6 +39,7 @@ __all__ = [
     "Batch",
     "Context",
     "Executor",
+    "FinishedStep",
     "PageWrites",
     "PendingStep",
     "Req",
@@ -96,6 +97,11 @@ class Req:
     """Its end was told; a step in flight may still compute a token, to be thrown away."""
     cache_handle: object = None
     """What the prefix cache keeps about this request; opaque to everyone else."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a row, and may have pages."""
+        return self.row >= 0
 
     @property
     def num_tokens(self) -> int:
@@ -311,6 +317,17 @@ class PageWrites(NamedTuple):
     columns: list[int]
     pages: list[int]
     fresh: list[int]
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that was over when its launch returned."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """The output, at once."""
+        return self.output
 
 
 class Executor(Protocol):

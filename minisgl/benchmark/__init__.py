@@ -3,6 +3,6 @@
 Owns: workloads (`workloads.py`), the offline benchmark (`offline.py`), the host's work without a
 model (`scheduler.py`, `prefix.py`), the machine's measured ceilings (`limits.py`), clocks and
 percentiles (`timing.py`), tables (`report.py`). Does not own: anything the engine needs to run.
-Invariant: a figure comes with the commit, the machine and the share of the limit it reaches.
+Invariant: a throughput comes with the share of the machine's limit that it reaches.
 Read next: `offline.py`.
 """

@@ -36,7 +36,7 @@ def bench_offline(
     that both meet the same machine.
     """
     if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} must be at least 1")
+        raise ConfigError(f"--repeats = {repeats} must be at least 1")
     with LLM(model, **vars(config)) as llm:
         engine = llm.engine
         other = None

@@ -14,19 +14,19 @@ __all__ = ["print_scheduler_tables", "print_table"]
 def print_table(results: dict[str, Any]) -> None:
     """Print `bench_offline`'s results, one column a workload."""
     console = Console()
-    console.print(
+    for line in (
         f"{results['model']} in {results['dtype']} on {results['device']}, "
-        f"{results['threads']} threads; memory read {results['read_gb_per_s']} GB/s; "
-        f"{results['weight_bytes_read'] / 1e6:.0f} MB of weights a step; "
-        f"median of {results['repeats']}",
-        soft_wrap=True,
-    )
+        f"{results['threads']} threads; median of {results['repeats']}",
+        f"memory read {results['read_gb_per_s']} GB/s; "
+        f"{results['weight_bytes_read'] / 1e6:.0f} MB of weights a step",
+    ):
+        console.print(line)
     rows = results["workloads"]
     table = _table("", *(row["workload"] for row in rows))
     figures: dict[str, Callable[[dict[str, Any]], object]] = {
-        "prompt tokens": lambda row: row["prompt_tokens"],
-        "computed, not cached": lambda row: row["computed_prompt_tokens"],
-        "output tokens": lambda row: row["output_tokens"],
+        "prompt tokens": lambda row: f"{row['prompt_tokens']:,}",
+        "computed, not cached": lambda row: f"{row['computed_prompt_tokens']:,}",
+        "output tokens": lambda row: f"{row['output_tokens']:,}",
         "seconds": lambda row: row["total_s"],
         "prompt tok/s": lambda row: row["prompt_tok_s"],
         "output tok/s": lambda row: row["output_tok_s"],
@@ -49,39 +49,42 @@ def print_table(results: dict[str, Any]) -> None:
 def print_scheduler_tables(results: dict[str, Any]) -> None:
     """Print `bench_scheduler`'s results: a row a number of requests and loop, then of sequences."""
     console = Console()
+    console.print("The host's work without a model; microseconds of CPU time")
     console.print(
-        f"The host's work, without a model: Python {results['python']} on {results['machine']}, "
-        f"pages of {results['page_size']} tokens, {results['steps']} steps, garbage collector "
-        f"{'on' if results['gc_enabled'] else 'off'}; microseconds of CPU time",
-        soft_wrap=True,
+        f"Python {results['python']} on {results['machine']}; garbage collector "
+        f"{'on' if results['gc_enabled'] else 'off'}; pages of {results['page_size']} tokens; "
+        f"{results['steps']} steps"
     )
-    steps = _table("decoding", "loop", "step p50", "step p99", "p50 per request", "share of 1.0 ms")
+    steps = _table("requests", "loop", "p50", "p99", "p50 a request", title="One decode step")
     for row in results["decode"]:
-        share = row.get("share_of_target")
         steps.add_row(
-            str(row["running"]),
+            f"{row['running']:,}",
             row["loop"],
             f"{row['step_us']['p50']:.1f}",
             f"{row['step_us']['p99']:.1f}",
             f"{row['us_per_request']:.2f}",
-            "-" if share is None else f"{share:.0%}",
         )
     console.print(steps)
+    for row in results["decode"]:
+        if "share_of_target" in row:
+            share = f"{row['share_of_target']:.0%} of the 1 ms aimed at"
+            console.print(f"{row['running']} requests, {row['loop']} loop: {share}")
     calls = ("match_first_us", "match_again_us", "begin_end_us", "evict_page_us")
-    names = ("match first", "match again", "begin, end", "evict a page")
-    prefixes = _table("cached", "pages", "tokens hit", *[f"{name} p50" for name in names])
+    names = ("match, new", "match, again", "lock, unlock", "evict a page")
+    title = "Prefix cache, p50, a prompt of 1,000 tokens"
+    prefixes = _table("sequences", "pages", "tokens hit", *names, title=title)
     for row in results["prefix"]:
         prefixes.add_row(
             f"{row['cached']:,}",
             f"{row['cached_pages']:,}",
-            str(row["matched_tokens"]),
+            f"{row['matched_tokens']:,}",
             *[f"{row[call]['p50']:.1f}" for call in calls],
         )
     console.print(prefixes)
 
 
-def _table(*columns: str) -> Table:
-    table = Table()
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in ("", "loop") else "right")
     return table

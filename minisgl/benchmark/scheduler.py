@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.core import Batch, PageWrites, Req, SamplingParams, StepOutput
+from minisgl.core import Batch, FinishedStep, PageWrites, Req, SamplingParams, StepOutput
 from minisgl.kvcache import RadixCache
 from minisgl.scheduler import Limits, Scheduler, Update
 from minisgl.utils import div_ceil
@@ -36,7 +36,7 @@ TARGET_RUNNING = 256
 TARGET_US = 1000.0
 """The host's work for a step of `TARGET_RUNNING` requests is to stay below this."""
 
-WARM_UP = 32
+WARM_UP_STEPS = 32
 """Steps before the measured ones."""
 PROMPT_LEN = 128
 TOKEN, STOP = 7, 1
@@ -66,16 +66,6 @@ def bench_scheduler(
     }
 
 
-class _Done:
-    """A step that was over when it was launched."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def result(self) -> StepOutput:
-        return self._output
-
-
 class _NoModel:
     """An executor that samples `TOKEN` for all of a batch: no prompt here comes in parts."""
 
@@ -85,13 +75,13 @@ class _NoModel:
     def set_pages(self, writes: PageWrites) -> None:
         pass
 
-    def launch(self, batch: Batch) -> _Done:
+    def launch(self, batch: Batch) -> FinishedStep:
         return _done(len(batch.reqs))
 
 
 @functools.cache
-def _done(size: int) -> _Done:
-    return _Done(StepOutput([TOKEN] * size))
+def _done(size: int) -> FinishedStep:
+    return FinishedStep(StepOutput([TOKEN] * size))
 
 
 class _Collections:
@@ -123,11 +113,11 @@ class _Collections:
 
 def _decode(running: int, steps: int, page_size: int, overlap: bool) -> dict[str, Any]:
     """Measure `steps` steps in which all requests decode, then run these to their end."""
-    output_len = WARM_UP + steps + 1  # one more: with overlap, launches are a step ahead
+    output_len = WARM_UP_STEPS + steps + 1  # one more: with overlap, launches are a step ahead
     reqs = _requests(running, page_size, output_len)
     scheduler = _scheduler(reqs, page_size, overlap)
     received: Counter[int] = Counter()
-    _take([update for _ in range(WARM_UP) for update in scheduler.step()], received)
+    _take([update for _ in range(WARM_UP_STEPS) for update in scheduler.step()], received)
     timer = Timer()
     gc.collect()  # what was made before is not to be charged to the steps
     with _Collections() as collections:

@@ -37,7 +37,7 @@ class Timer:
         self.times_us.clear()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns."""
+        """Call the function, note its time, return its result."""
         start = time.thread_time_ns()
         result = function(*arguments)
         self.times_us.append((time.thread_time_ns() - start - self._cost_ns) / 1000)

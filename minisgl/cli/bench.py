@@ -15,6 +15,8 @@ __all__ = ["add_parser"]
 
 MAX_PAGE_SIZE = 200
 """The shared tokens of `minisgl.benchmark.prefix`, named here so as not to import torch for it."""
+MAX_RUNNING, MAX_CACHED, MAX_STEPS = 65_536, 100_000, 100_000
+"""Beyond these the benchmark takes hours or the memory of a large machine."""
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -41,7 +43,9 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
         help="single: 64 in, 128 out; prefill: one prompt of 1,024; batch: 32 requests of 32 to "
         "256 in and out; prefix: 32 requests sharing 512 tokens; default: single and batch",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each; medians are shown")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="INT", help="runs of each; medians are shown"
+    )
     parser.add_argument(
         "--compare",
         choices=("transformers",),
@@ -62,10 +66,16 @@ def _add_scheduler(kinds: Any, common: argparse.ArgumentParser) -> None:
     )
     integers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "INT"}
     parser.add_argument(
-        "--running", **integers, default=[1, 16, 64, 256, 1024], help="requests that decode"
+        "--running",
+        **integers,
+        default=[1, 16, 64, 256, 1024],
+        help="requests that decode (default: 1 16 64 256 1024)",
     )
     parser.add_argument(
-        "--cached", **integers, default=[1, 100, 10_000], help="sequences in the prefix cache"
+        "--cached",
+        **integers,
+        default=[1, 100, 10_000],
+        help="sequences in the prefix cache (default: 1 100 10000)",
     )
     parser.add_argument(
         "--steps", type=int, default=512, metavar="INT", help="decode steps of each measurement"
@@ -97,19 +107,16 @@ def run_offline(arguments: argparse.Namespace) -> None:
 
 def run_scheduler(arguments: argparse.Namespace) -> None:
     """Measure the scheduler and the prefix cache and print tables, or JSON."""
-    sizes = {
-        "--running": arguments.running,
-        "--cached": arguments.cached,
-        "--page-size": [arguments.page_size],
-    }
-    for flag, values in sizes.items():
-        if min(values) < 1:
-            raise ConfigError(f"{flag} = {min(values)} must be an integer of at least 1")
-    if arguments.page_size > MAX_PAGE_SIZE:
-        raise ConfigError(
-            f"--page-size = {arguments.page_size} must be at most {MAX_PAGE_SIZE}, the tokens "
-            "that the cached sequences share"
-        )
+    bounds = (
+        ("--running", arguments.running, MAX_RUNNING),
+        ("--cached", arguments.cached, MAX_CACHED),
+        ("--steps", [arguments.steps], MAX_STEPS),
+        ("--page-size", [arguments.page_size], MAX_PAGE_SIZE),
+    )
+    for flag, values, most in bounds:
+        for value in values:
+            if not 1 <= value <= most:
+                raise ConfigError(f"{flag} = {value} must be from 1 to {most}")
     if arguments.steps < 2 * arguments.page_size:
         raise ConfigError(
             f"--steps = {arguments.steps} must be at least {2 * arguments.page_size}, twice "

@@ -63,5 +63,6 @@ def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
         traceback.print_exc()
     line = " ".join(message.split())
-    print(f"minisgl {arguments.command}: error: {line}", file=sys.stderr)
+    names = arguments.command, getattr(arguments, "benchmark", None)
+    print(f"minisgl {' '.join(filter(None, names))}: error: {line}", file=sys.stderr)
     return code

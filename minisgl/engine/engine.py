@@ -7,7 +7,8 @@ launch(batch):  prepare    ids, positions, slots, attention metadata on the devi
                            of tokens and logprobs to the host, which `result()` waits for
 
 A step may be launched before the result of the one before was read. So lengths come from the
-batch's arrays; a request is asked only for what never changes.
+batch's arrays; a request is asked only for what never changes, and in `launch` itself for
+`num_prompt_logprobs`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
     """Size the pool from what is free after the weights.
 
     `measure_peak` runs the largest forward on a CUDA device and returns the bytes it needed
-    beyond the weights. More pages than all requests at full length could use are never made.
+    beyond the weights. Without a prefix cache, more pages than all requests at full length could
+    use are never made; with one, what they leave holds the prefixes of others.
     A pool too small for a length that the user asked for is a `ConfigError`; a length that
     only the model's config names is shortened to what fits.
     """
@@ -54,11 +55,10 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
         check_fits(config, pages * page_bytes, "the KV cache", "--num-pages")
     else:
         budget = _budget_bytes(config, measure_peak)
-        pages = min(useful, budget // page_bytes)
-        reason = (
-            f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes, "
-            f"at most {useful} useful"
-        )
+        pages = budget // page_bytes
+        reason = f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes"
+        if config.cache == "naive" and pages > useful:
+            pages, reason = useful, f"num_pages = {useful}: what all requests can use at once"
     length = min(config.max_model_len, pages * config.page_size)
     if length < config.max_model_len and (config.max_model_len_asked or length < 2):
         raise ConfigError(

@@ -47,7 +47,7 @@ class KVCache:
     # -- sharing, which a subclass may do --------------------------------------------------
 
     def match(self, req: Req) -> int:
-        """Tokens that `begin` would find now for a waiting request; changes nothing."""
+        """Tokens that `begin` would find now for a waiting request; changes no page's state."""
         return 0
 
     def begin(self, req: Req) -> list[int]:

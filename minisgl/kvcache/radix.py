@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from minisgl.core import Req
 
 from .base import KVCache
-from .radix_tree import Node, RadixTree
+from .radix_tree import TOKEN_BYTES, Node, RadixTree
 
 __all__ = ["RadixCache"]
 
@@ -63,7 +63,7 @@ class RadixCache(KVCache):
         return self.allocator.num_free + self.tree.num_unlocked_pages
 
     def match(self, req: Req) -> int:
-        """Tokens of a waiting request that are cached now; changes nothing."""
+        """Tokens of a waiting request that are cached now; no age, no lock, no node changes."""
         pages = self.tree.match(req.cache_salt, _handle(req).key, self._most(req))
         return pages * self.page_size
 
@@ -96,7 +96,7 @@ class RadixCache(KVCache):
         handle, page = _handle(req), req.cached_len // self.page_size
         if page != req.num_shared or (page + 1) * self.page_size > len(req.token_ids):
             return None
-        size = 4 * self.page_size
+        size = TOKEN_BYTES * self.page_size
         return handle.get_node(), bytes(handle.key[page * size : (page + 1) * size])
 
     def awaits(self, req: Req, computing: Container[Hashable]) -> bool:
@@ -161,7 +161,7 @@ def _handle(req: Req) -> _Handle:
     handle = req.cache_handle
     if not isinstance(handle, _Handle):
         req.cache_handle = handle = _Handle()
-    known = len(handle.key) // 4
+    known = len(handle.key) // TOKEN_BYTES
     if known < len(req.token_ids):
         handle.key += array("i", req.token_ids[known:]).tobytes()
     return handle

@@ -33,7 +33,7 @@ import numpy as np
 
 __all__ = ["Extension", "Node", "RadixTree"]
 
-Key = bytes | bytearray  # token ids as little-endian int32
+Key = bytes | bytearray  # token ids as native int32
 TOKEN_BYTES = 4
 
 

@@ -27,9 +27,10 @@ from .requests import (
     Prompts,
     RequestBuilder,
     as_prompt_list,
+    cache_salts,
     naming_prompt,
     params_list,
-    per_prompt,
+    priorities,
 )
 from .sequence import Sequence
 
@@ -137,7 +138,8 @@ class LLM:
         """Generate one sequence and yield its text as it comes; closing the iterator aborts.
 
         The prompt is checked now and queued when the first chunk is asked for. With
-        `fill_context`, a missing `max_tokens` means what is left of the context, not 16.
+        `fill_context`, a missing `max_tokens` means what is left of the context, not 16;
+        `priority` and `cache_salt` are those of `generate`.
         """
         prompts = as_prompt_list(prompt)
         [one] = params_list(params, 1)
@@ -194,8 +196,8 @@ class LLM:
         options = zip(
             prompts,
             params_list(params, count),
-            per_prompt("priority", priority, count, int),
-            per_prompt("cache_salt", cache_salt, count, str),
+            priorities(priority, count),
+            cache_salts(cache_salt, count),
             strict=True,
         )
         made = []
@@ -205,7 +207,7 @@ class LLM:
                 self.scheduler.check(len(ids))
                 rest = self.max_model_len - len(ids)
                 complete = self._builder.params(one, rest if fill_context else 16)
-                made.append(self._builder.build(self._next_uid, ids, complete, rank or 0, salt))
+                made.append(self._builder.build(self._next_uid, ids, complete, rank, salt))
                 self._next_uid += len(made[-1])
         return made
 

@@ -34,7 +34,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens that the first sequence read from the prefix cache, not computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a prompt token (the first is None), when asked for."""
 
@@ -66,7 +66,10 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What a streaming step added; the last chunk has `finish_reason`."""
+    """What a streaming step added; the last chunk has `finish_reason`.
+
+    It is `"stop"`, `"length"` or `"abort"`, or `"error"` when its step failed in another's call.
+    """
 
     text: str
     token_ids: list[int]

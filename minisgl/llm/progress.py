@@ -32,7 +32,7 @@ class Progress:
         if update.token_id is not None:
             self._output_tokens += 1
             if len(req.token_ids) == req.prompt_len + 1:
-                self._prompt_tokens += req.prompt_len
+                self._prompt_tokens += req.prompt_len - req.num_cached_tokens
         if update.finish_reason is not None:
             seconds = max(time.perf_counter() - self._start, 1e-9)
             self._bar.set_postfix_str(

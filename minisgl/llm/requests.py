@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +20,10 @@ __all__ = [
     "Prompts",
     "RequestBuilder",
     "as_prompt_list",
+    "cache_salts",
     "naming_prompt",
     "params_list",
-    "per_prompt",
+    "priorities",
 ]
 
 Prompt = str | list[int]
@@ -65,16 +66,36 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def per_prompt(name: str, value: Any, count: int, kind: type) -> list[Any]:
-    """An option of each of `count` prompts, from one for all or a list; None is no value."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+def _per_prompt(
+    name: str, value: Any, count: int, what: str, accepts: Callable[[Any], bool]
+) -> list[Any]:
+    """An option of each of `count` prompts, from one for all or a list with one for each."""
+    several = isinstance(value, (list, tuple))
+    values = list(value) if several else [value] * count
     if len(values) != count:
-        raise InvalidRequestError(f"{count} prompts but {len(values)} values of {name}", name)
+        raise InvalidRequestError(
+            f"{name} has {len(values)} values for {count} prompts: give one for all, or a list "
+            "with one for each",
+            name,
+        )
     for index, one in enumerate(values):
-        if one is not None and type(one) is not kind:
-            with naming_prompt(index, count):
-                raise InvalidRequestError(f"{name} = {one!r} is not of type {kind.__name__}", name)
+        if not accepts(one):
+            with naming_prompt(index, count if several else 1):
+                raise InvalidRequestError(f"{name} = {one!r} must be {what}", name)
     return values
+
+
+def priorities(value: Any, count: int) -> list[int]:
+    """The priority of each of `count` prompts."""
+    return _per_prompt("priority", value, count, "an integer", lambda x: type(x) is int)
+
+
+def cache_salts(value: Any, count: int) -> list[str | None]:
+    """The cache salt of each of `count` prompts."""
+    what = "a string that is not empty, or None for no salt"
+    return _per_prompt(
+        "cache_salt", value, count, what, lambda x: x is None or (isinstance(x, str) and x != "")
+    )
 
 
 @contextmanager

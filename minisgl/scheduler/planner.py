@@ -90,7 +90,7 @@ class Planner:
         plan = Plan(self._limits.token_budget)
         prefills = self._plan_decodes(plan)
         for req in prefills:
-            if req.row >= 0:  # else it was retracted for a decode
+            if req.is_running:  # else it was retracted for a decode
                 self._take_chunk(req, plan)
                 plan.reserved_pages += self._missing_pages(req)
         self._start_waiting(plan, step)
@@ -109,7 +109,7 @@ class Planner:
             req = reqs[visited]
             visited += 1
             length = req.cached_len + 1
-            total = len(req.token_ids) + req.num_pending
+            total = len(req.token_ids) + req.num_pending  # a property would show in the step's cost
             if length < total:
                 prefills.append(req)
                 continue

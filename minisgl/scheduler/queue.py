@@ -11,10 +11,9 @@ from minisgl.kvcache import KVCache
 __all__ = ["LPM_MAX_WAIT", "LPM_WINDOW", "WaitingQueue", "turn"]
 
 LPM_WINDOW = 128
-"""Waiting requests, from the earliest-come, whose cached prefixes `lpm` compares in a step."""
+"""Waiting requests, from the first in turn, whose cached prefixes `lpm` compares in a step."""
 LPM_MAX_WAIT = 32
-"""Steps in which requests could start and `lpm` lets others pass the first in turn; then it is
-the next to start."""
+"""Steps since `lpm` first looked at who is first in turn, until that one is the next to start."""
 
 
 def turn(req: Req) -> tuple[int, int]:

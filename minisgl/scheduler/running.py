@@ -2,7 +2,7 @@
 
     start: row, cached pages --> grow: new pages --> end: all back
                                    |                   ^
-                                   +---- finish -------+  when no step in flight has it
+                                   +- finish .. close -+  when no step in flight has it
 
 Invariant: every row is free or belongs to exactly one request of `reqs` or `_closing`, and these
 are all that hold pages.

@@ -5,7 +5,7 @@
        +------- retract: all pages -----+   (the latest in turn, when pages run out)
 
 A device that computes while the host goes on gets its next step before the last one's tokens
-are read (`overlap`); both loops make the same decisions from the same lengths:
+are read (`overlap`); both loops decide from the same lengths:
 
     plain     plan 1  launch 1  deliver 1  plan 2  launch 2  deliver 2  ...
     overlap   plan 1  launch 1  plan 2  launch 2  deliver 1  plan 3  launch 3  deliver 2  ...
@@ -51,8 +51,9 @@ class Stats:
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
-    """Tokens computed in chunks of more than one."""
+    """Tokens of prompts, and of what retracted requests compute again."""
     num_decode_tokens: int = 0
+    """Of requests that lacked one token; the last one of a prompt's chunks may be among them."""
     num_queried_tokens: int = 0
     """Tokens of the requests that started; retracted ones start again."""
     num_hit_tokens: int = 0
@@ -149,15 +150,20 @@ class Scheduler:
         req = self._live.get(uid)
         if req is None:
             return False
-        if req.row < 0:
-            self._queue.remove(req)
-        else:
+        if req.is_running:
             self._running.finish(req)
+        else:
+            self._queue.remove(req)
         self._tell_end(Update(uid, finish_reason=reason))
         return True
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes that no running request reads; returns the pages freed."""
+        """Forget all cached prefixes that no running request reads; returns the pages freed.
+
+        Steps in flight are read first: they may be all that holds the pages of ended requests.
+        """
+        while self._in_flight:
+            self._settle()
         return self._cache.flush()
 
     def step(self) -> list[Update]:
@@ -231,7 +237,7 @@ class Scheduler:
                     self._ready.append(Update(req.uid, prompt_logprobs=scored))
                 continue
             req.token_ids.append(token)
-            reason = None
+            reason = None  # asking first is cheaper than a call for each token
             if token in req.stop_ids or len(req.token_ids) >= req.max_len:
                 reason = self._end_of(req, token)
             update = Update(req.uid, token, entry, scored, reason)

@@ -59,6 +59,16 @@ def test_reset_forgets(llm: LLM) -> None:
     assert len({tuple(output.token_ids) for output in outputs}) == 1
 
 
+def test_reset_forgets_what_a_step_in_flight_still_holds(llm: LLM) -> None:
+    """With overlap, a request that ends by a token leaves a step in flight behind."""
+    free = generate(llm, LONG)[0].token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[free[4]])
+    generate(llm, LONG, params)
+    assert llm.scheduler.has_work == llm.engine.config.overlap
+    assert llm.reset_prefix_cache() > 0
+    assert generate(llm, LONG, params)[0].num_cached_tokens == 0
+
+
 def test_a_salt_keeps_prefixes_apart(llm: LLM) -> None:
     salts = [None, "a", "b", "a", None]
     cached = [generate(llm, LONG, cache_salt=salt)[0].num_cached_tokens for salt in salts]
@@ -91,11 +101,13 @@ def test_a_chat_takes_the_same_options(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"priority": [0]}, "2 prompts but 1 values of priority"),
-        ({"cache_salt": ["a", "b", "c"]}, "2 prompts but 3 values of cache_salt"),
-        ({"priority": "high"}, "priority = 'high' is not of type int"),
-        ({"priority": [0, True]}, "prompt 1: priority = True is not of type int"),
-        ({"cache_salt": [None, 5]}, "prompt 1: cache_salt = 5 is not of type str"),
+        ({"priority": [0]}, "priority has 1 values for 2 prompts: give one for all"),
+        ({"cache_salt": ["a", "b", "c"]}, "cache_salt has 3 values for 2 prompts"),
+        ({"priority": "high"}, "^priority = 'high' must be an integer"),
+        ({"priority": [0, True]}, "prompt 1: priority = True must be an integer"),
+        ({"cache_salt": [None, 5]}, "prompt 1: cache_salt = 5 must be a string"),
+        ({"priority": [1, None]}, "prompt 1: priority = None must be an integer"),
+        ({"cache_salt": ""}, "cache_salt = '' must be a string that is not empty, or None"),
     ],
 )
 def test_bad_options_raise_before_anything_runs(

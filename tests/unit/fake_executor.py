@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from minisgl.core import (
     Batch,
     Executor,
+    FinishedStep,
     PageWrites,
     PendingStep,
     Req,
@@ -16,14 +17,6 @@ from minisgl.core import (
     TokenLogprobs,
 )
 from tests.late_executor import LateExecutor
-
-
-@dataclass
-class Done:
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        return self.output
 
 
 class FakeExecutor:
@@ -52,7 +45,7 @@ class FakeExecutor:
             for offset in range(self.page_size):
                 self.slots.pop(page * self.page_size + offset, None)
 
-    def launch(self, batch: Batch) -> Done:
+    def launch(self, batch: Batch) -> FinishedStep:
         rows = batch.rows.tolist()
         assert len(set(rows)) == len(rows), "a row is twice in the batch"
         lengths = list(
@@ -82,7 +75,7 @@ class FakeExecutor:
             output.prompt_logprobs.append(self._scored(req, cached, device))
         uids = [req.uid for req in batch.reqs]
         self.steps.append(list(zip(uids, batch.extend_lens.tolist(), strict=True)))
-        return Done(output)
+        return FinishedStep(output)
 
     def _scored(self, req: Req, cached: int, device: int) -> list[TokenLogprobs]:
         """Entries that say only which prompt tokens a model would have scored."""

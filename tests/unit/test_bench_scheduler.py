@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark import prefix, scheduler
+from minisgl.benchmark import prefix, report, scheduler
 from minisgl.cli import bench, main
 
 PERCENTILES = {"mean", "p50", "p90", "p99"}
@@ -41,7 +41,7 @@ def test_json_has_every_loop_and_size(page_size: int, capsys: pytest.CaptureFixt
         assert set(row["step_us"]) == PERCENTILES
         assert row["us_per_request"] == round(row["step_us"]["p50"] / row["running"], 3)
         # Those of the warm-up, of the measured steps and the last one.
-        assert row["output_tokens"] == row["running"] * (scheduler.WARM_UP + 40 + 1)
+        assert row["output_tokens"] == row["running"] * (scheduler.WARM_UP_STEPS + 40 + 1)
     hit = 999 // page_size * page_size
     shared, full = 200 // page_size, 1000 // page_size
     assert [row["cached"] for row in found["prefix"]] == [1, 10]
@@ -102,7 +102,7 @@ def test_the_clock_counts_each_call_and_returns_its_result() -> None:
 def test_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "scheduler", *SMALL]) == 0
     shown = capsys.readouterr().out
-    assert "pages of 16 tokens, 40 steps, garbage collector on" in shown
+    assert "garbage collector on; pages of 16 tokens; 40 steps" in shown
     for running in (1, 4):
         for loop in ("plain", "overlap"):
             assert re.search(rf"│ +{running} │ {loop} +│", shown), shown
@@ -119,16 +119,17 @@ def test_the_largest_page_is_the_shared_prefix(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--running", "0"], ["--running = 0", "at least 1"]),
+        (["--running", "0"], ["--running = 0", "from 1 to 65536"]),
         (["--running", "4", "-1"], ["--running = -1"]),
         (["--running", "many"], ["--running", "'many'"]),
         (["--running"], ["--running"]),
-        (["--cached", "0"], ["--cached = 0", "at least 1"]),
+        (["--cached", "0"], ["--cached = 0", "from 1 to"]),
         (["--cached", "1.5"], ["--cached", "'1.5'"]),
-        (["--page-size", "0"], ["--page-size = 0", "at least 1"]),
-        (["--page-size", "201"], ["--page-size = 201", "at most 200"]),
+        (["--page-size", "0"], ["--page-size = 0", "from 1 to 200"]),
+        (["--page-size", "201"], ["--page-size = 201", "from 1 to 200"]),
         (["--steps", "31"], ["--steps = 31", "at least 32", "--page-size 16"]),
         (["--steps", "40", "--page-size", "21"], ["--steps = 40", "at least 42"]),
+        (["--steps", "999999999999"], ["--steps = 999999999999"]),
         (["--steps", "x"], ["--steps", "'x'"]),
         (["--model", "smollm2"], ["--model"]),
         (["extra"], ["extra"]),
@@ -150,6 +151,30 @@ def test_mistakes_are_one_line(
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     [line] = said.err.splitlines()
-    assert re.match("minisgl bench( scheduler)?: error: ", line), line
+    assert re.match("minisgl bench scheduler: error: ", line), line
     for words in named:
         assert words in line
+
+
+def test_the_offline_table_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    row: dict[str, Any] = {
+        "prompt_tokens": 17408, "computed_prompt_tokens": 1536, "output_tokens": 1024,
+        "total_s": 123.456, "prompt_tok_s": 12345.6, "output_tok_s": 12345.6,
+        "decode_tok_s": 12345.6, "bandwidth_limit_share": 0.123, "ttft_ms": {"p50": 12345.67},
+        "tpot_ms": {"p50": 12345.67}, "itl_ms": {"p99": 12345.67},
+        "transformers": {"output_tok_s": 12345.6, "times_faster": 12.34},
+    }  # fmt: skip
+    rows = [row | {"workload": name} for name in ("single", "prefill", "batch", "prefix")]
+    machine = {
+        "model": "smollm2", "dtype": "bfloat16", "device": "cpu", "threads": 2, "repeats": 3,
+        "read_gb_per_s": 21.5, "weight_bytes_read": 269_000_000, "workloads": rows,
+    }  # fmt: skip
+    report.print_table(machine)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in ("prefill", "17,408", "1,536", "12345.67", "12.34x", "12%", "269 MB"):
+        assert words in shown

@@ -25,6 +25,7 @@ def test_a_shared_prefix_is_computed_once():
     stats = made.scheduler.stats
     assert stats.num_prefill_tokens == 512 + 32 * 32
     assert stats.num_hit_tokens == 31 * 512
+    assert stats.num_queried_tokens == 32 * 544
     assert made.fake.steps[0] == [(0, 544)], "the others wait for what the first one computes"
     assert len(made.fake.steps[1]) == 32
     for uid, prompt in prompts.items():

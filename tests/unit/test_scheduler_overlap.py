@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.core import Batch, PendingStep, StepOutput
+from minisgl.core import Batch, FinishedStep, PendingStep, StepOutput
 from minisgl.scheduler import Update
-from tests.unit.fake_executor import Done
 from tests.unit.scheduling import (
     EOS,
     Made,
@@ -201,7 +200,7 @@ def test_a_result_that_fails_ends_its_requests_and_leaves_nothing_cached(
         updates += made.scheduler.step()
     launch = made.guard.launch
 
-    class Lost(Done):
+    class Lost(FinishedStep):
         def result(self) -> StepOutput:
             raise RuntimeError("the device is gone")
 
