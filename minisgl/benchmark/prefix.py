@@ -47,7 +47,7 @@ def bench_prefix(cached: int, page_size: int) -> dict[str, Any]:
     first, again, locked = Timer(), Timer(), Timer()
     for probe in range(PROBES):
         req = _request(probe * cached // PROBES, params)
-        found = [first.run(cache.match, req), again.run(cache.match, req)]
+        found = [timer.run(cache.match, req).num_tokens for timer in (first, again)]
         locked.run(_begin_and_end, cache, req)
         if found != [matched, matched] or req.num_cached_tokens != matched:
             raise RuntimeError(f"of {matched} cached tokens, {found} {req.num_cached_tokens} hit")

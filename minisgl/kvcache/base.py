@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from minisgl.core import Req
 from minisgl.utils import div_ceil
 
 from .allocator import PageAllocator
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "Match"]
+
+
+class Match(NamedTuple):
+    """What of a waiting request's tokens is cached."""
+
+    num_tokens: int = 0
+    num_unlocked_pages: int = 0
+    """Pages of these that nobody reads yet: available, until the request begins."""
+    place: object = None
+    """Where in the cache the match ends, if others can go on there."""
 
 
 class KVCache:
@@ -46,9 +57,9 @@ class KVCache:
 
     # -- sharing, which a subclass may do --------------------------------------------------
 
-    def match(self, req: Req) -> int:
-        """Tokens that `begin` would find now for a waiting request; changes no page's state."""
-        return 0
+    def match(self, req: Req) -> Match:
+        """What `begin` would find now for a waiting request; locks, ages, splits nothing."""
+        return Match()
 
     def begin(self, req: Req) -> list[int]:
         """A request starts: the cached pages of its first tokens, now also `req.pages`; its
@@ -59,13 +70,13 @@ class KVCache:
         """Let others read the full pages of `[0, cached_len)` while the request still runs."""
 
     def next_page(self, req: Req) -> Hashable | None:
-        """Names the page that a started request computes next, by its tokens and all before;
+        """Names the page that a running request computes next, by its tokens and all before;
         None if these can't be shared."""
         return None
 
-    def awaits(self, req: Req, computing: Container[Hashable]) -> bool:
-        """Whether the page that this request computes next is one of those, which others compute
-        in this step: then it can read that page in the next step."""
+    def awaits(self, req: Req, match: Match, computing: Container[Hashable]) -> bool:
+        """Whether the page that a waiting request would compute first is one of `computing`,
+        which others compute in this step: then it can read that page in the next one."""
         return False
 
     def flush(self) -> int:
@@ -118,12 +129,13 @@ class KVCache:
         of the requests that hold pages; looks at every page."""
         self.check_counts(holders)
         owned = Counter(self.allocator.free_pages())
-        owned.update(self._cached_pages())
+        owned.update(self.cached_pages())
         for req in holders:
             owned.update(req.pages[req.num_shared :])
         wrong = {page: owned[page] for page in range(self.num_pages) if owned[page] != 1}
         if wrong or len(owned) != self.num_pages:
             raise RuntimeError(f"Pages without exactly one owner (page: owners): {wrong}")
 
-    def _cached_pages(self) -> Iterable[int]:
+    def cached_pages(self) -> Iterable[int]:
+        """The pages that the prefix cache owns."""
         return ()

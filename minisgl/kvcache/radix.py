@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from minisgl.core import Req
 
-from .base import KVCache
+from .base import KVCache, Match
 from .radix_tree import TOKEN_BYTES, Node, RadixTree
 
 __all__ = ["RadixCache"]
@@ -62,10 +62,10 @@ class RadixCache(KVCache):
         """Free pages, and those of the tree that no running request reads."""
         return self.allocator.num_free + self.tree.num_unlocked_pages
 
-    def match(self, req: Req) -> int:
-        """Tokens of a waiting request that are cached now; no age, no lock, no node changes."""
-        pages = self.tree.match(req.cache_salt, _handle(req).key, self._most(req))
-        return pages * self.page_size
+    def match(self, req: Req) -> Match:
+        """What of a waiting request's tokens is cached; no lock, no age, no node changes."""
+        found = self.tree.find(req.cache_salt, _handle(req).key, self._most(req))
+        return Match(found.end * self.page_size, found.num_unlocked_pages, found.node)
 
     def begin(self, req: Req) -> list[int]:
         """Lock the cached pages of a request that starts, until `end`; it won't compute them."""
@@ -73,7 +73,7 @@ class RadixCache(KVCache):
         root = self.tree.root(req.cache_salt)
         self.tree.lock(root)
         handle.node, pages = self.tree.extend(root, handle.key, 0, self._most(req))
-        req.pages, req.num_shared = pages, len(pages)
+        req.pages, req.num_shared = list(pages), len(pages)
         req.cached_len = req.device_len = len(pages) * self.page_size
         return pages
 
@@ -93,15 +93,18 @@ class RadixCache(KVCache):
 
         None if it has computed beyond that place, or does not know a whole page of tokens yet.
         """
-        handle, page = _handle(req), req.cached_len // self.page_size
+        page = req.cached_len // self.page_size
         if page != req.num_shared or (page + 1) * self.page_size > len(req.token_ids):
             return None
-        size = TOKEN_BYTES * self.page_size
-        return handle.get_node(), bytes(handle.key[page * size : (page + 1) * size])
+        handle = _handle(req)
+        return handle.get_node(), self._page_of(handle, page)
 
-    def awaits(self, req: Req, computing: Container[Hashable]) -> bool:
-        """See `KVCache.awaits`."""
-        return req.num_shared < self._most(req) and self.next_page(req) in computing
+    def awaits(self, req: Req, match: Match, computing: Container[Hashable]) -> bool:
+        """See `KVCache.awaits`: who computes goes on where its shared pages, a node, end."""
+        page = match.num_tokens // self.page_size
+        if match.place is None or page >= self._most(req):
+            return False
+        return (match.place, self._page_of(_handle(req), page)) in computing
 
     def flush(self) -> int:
         """Forget what no running request reads; returns the number of pages freed."""
@@ -143,6 +146,10 @@ class RadixCache(KVCache):
             tokens = min(tokens, req.num_prompt_logprobs)
         return tokens // self.page_size
 
+    def _page_of(self, handle: _Handle, page: int) -> bytes:
+        size = TOKEN_BYTES * self.page_size
+        return bytes(handle.key[page * size : (page + 1) * size])
+
     def _full(self, req: Req) -> int:
         """Pages whose tokens are all computed, or will be by launched steps, and all known."""
         return min(req.cached_len, len(req.token_ids)) // self.page_size
@@ -152,7 +159,8 @@ class RadixCache(KVCache):
         if missing > 0:
             self.allocator.free(self.tree.evict(missing))
 
-    def _cached_pages(self) -> Iterable[int]:
+    def cached_pages(self) -> Iterable[int]:
+        """The pages that the prefix cache owns."""
         return self.tree.pages()
 
 

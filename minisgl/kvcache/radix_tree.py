@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Extension", "Node", "RadixTree"]
+__all__ = ["Extension", "Found", "Node", "RadixTree"]
 
 Key = bytes | bytearray  # token ids as native int32
 TOKEN_BYTES = 4
@@ -75,6 +75,17 @@ class Extension(NamedTuple):
     pages: list[int]
 
 
+class Found(NamedTuple):
+    """How much of a key the tree has."""
+
+    end: int
+    """Pages of the key."""
+    num_unlocked_pages: int
+    """Pages of these that no handle protects."""
+    node: Node | None
+    """Where they end, unless that is inside a node."""
+
+
 class _Walk(NamedTuple):
     """The nodes along a key, and the page of the key where they stop being alike."""
 
@@ -109,10 +120,17 @@ class RadixTree:
             self.num_nodes += 1
         return root
 
-    def match(self, salt: str | None, key: Key, limit: int) -> int:
+    def find(self, salt: str | None, key: Key, limit: int) -> Found:
         """How many of the key's first `limit` pages are here. Changes nothing at all."""
         root = self._roots.get(salt)
-        return 0 if root is None else self._walk(root, key, 0, limit).end
+        if root is None:
+            return Found(0, 0, None)
+        path, end = self._walk(root, key, 0, limit)
+        unlocked = sum(len(node.pages) for node in path if not node.locks)
+        last = path[-1] if path else root
+        if last.end == end:
+            return Found(end, unlocked, last)
+        return Found(end, unlocked - (last.end - end if not last.locks else 0), None)
 
     def has_child(self, handle: Node, key: Key, start: int) -> bool:
         """Whether the tree has the key's page `start`, at which the handle ends."""

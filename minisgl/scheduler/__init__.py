@@ -11,7 +11,7 @@ Read next: `planner.py`, `scheduler.py`, then `minisgl/llm/`.
 
 from __future__ import annotations
 
-from .planner import Limits
-from .scheduler import Scheduler, Stats, Update
+from .planner import Limits, Stats
+from .scheduler import Scheduler, Update
 
 __all__ = ["Limits", "Scheduler", "Stats", "Update"]

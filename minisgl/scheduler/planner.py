@@ -16,7 +16,7 @@ from minisgl.core import Req
 from .queue import WaitingQueue
 from .running import RunningSet
 
-__all__ = ["Limits", "Plan", "Planner"]
+__all__ = ["Limits", "Plan", "Planner", "Stats"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,24 @@ class Limits:
 
 
 @dataclass
+class Stats:
+    """Counts since the scheduler was made."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    """Tokens of prompts, and of what retracted requests compute again."""
+    num_decode_tokens: int = 0
+    """Of requests that lacked one token; the last one of a prompt's chunks may be among them."""
+    num_queried_tokens: int = 0
+    """Tokens of the requests that started; retracted ones start again."""
+    num_hit_tokens: int = 0
+    """Tokens read from the prefix cache instead of computed."""
+    num_retractions: int = 0
+    num_discarded_tokens: int = 0
+    """Sampled for requests that had ended: the price of overlap."""
+
+
+@dataclass
 class Plan:
     """The requests of the step, each with `device_len` set and pages up to it."""
 
@@ -48,10 +66,6 @@ class Plan:
     num_decodes: int = 0
     """The first of `reqs` decode, one token each; the rest are prefill chunks."""
     num_prefill_tokens: int = 0
-    num_queried_tokens: int = 0
-    """Tokens of the requests that start now."""
-    num_hit_tokens: int = 0
-    """Tokens read from the prefix cache instead of computed."""
     computing: set[Hashable] = field(default_factory=set)
     """Pages that this step's prefills compute next (see `KVCache.next_page`)."""
     reserved_pages: int = 0
@@ -61,12 +75,14 @@ class Plan:
 class Planner:
     """Moves requests between the queue and the running set, and fills steps."""
 
-    def __init__(self, running: RunningSet, queue: WaitingQueue, limits: Limits) -> None:
+    def __init__(
+        self, running: RunningSet, queue: WaitingQueue, limits: Limits, stats: Stats
+    ) -> None:
         self._running = running
         self._cache = running.cache
         self._queue = queue
         self._limits = limits
-        self.num_retractions = 0
+        self._stats = stats
 
     def must_settle(self) -> bool:
         """Whether decodes need more pages than are left, so that some must be retracted.
@@ -90,9 +106,8 @@ class Planner:
         plan = Plan(self._limits.token_budget)
         prefills = self._plan_decodes(plan)
         for req in prefills:
-            if req.is_running:  # else it was retracted for a decode
-                self._take_chunk(req, plan)
-                plan.reserved_pages += self._missing_pages(req)
+            self._take_chunk(req, plan)
+            plan.reserved_pages += self._missing_pages(req)
         self._start_waiting(plan, step)
         return plan
 
@@ -137,19 +152,20 @@ class Planner:
         for req in self._queue.candidates(self._cache, step, most):
             if plan.budget <= 0 or not self._running.has_free_row:
                 return
-            hit = self._running.start(req)
-            if self._cache.awaits(req, plan.computing):
-                self._running.end(req)
+            match = self._cache.match(req)
+            if self._cache.awaits(req, match, plan.computing):
                 continue
-            needed = self._missing_pages(req) + plan.reserved_pages + len(self._running.reqs) - 1
-            if needed > self._cache.num_available_pages:
-                self._running.end(req)
+            cached = match.num_tokens // self._cache.page_size
+            own = self._missing_pages(req) - cached + match.num_unlocked_pages
+            others = plan.reserved_pages + len(self._running.reqs)
+            if own + others > self._cache.num_available_pages:
                 return
             self._queue.remove(req)
-            plan.num_queried_tokens += len(req.token_ids)
-            plan.num_hit_tokens += hit
+            self._running.start(req)
+            self._stats.num_queried_tokens += len(req.token_ids)
+            self._stats.num_hit_tokens += match.num_tokens
             if not req.retracted:  # else it may read what it computed itself
-                req.num_cached_tokens = hit
+                req.num_cached_tokens = match.num_tokens
             self._take_chunk(req, plan)
             plan.reserved_pages += self._missing_pages(req)
 
@@ -185,7 +201,7 @@ class Planner:
         self._running.end(req, keep=keep)
         req.retracted = True
         self._queue.add(req)
-        self.num_retractions += 1
+        self._stats.num_retractions += 1
 
     def _missing_pages(self, req: Req) -> int:
         """Pages to hold all known tokens and one more."""

@@ -31,7 +31,7 @@ class RunningSet:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         # What the executor has not been told yet:
         self._unattached: list[Req] = []
-        self._entries: dict[tuple[int, int], int] = {}  # (row, column): page
+        self._entries: list[tuple[int, int, list[int]]] = []  # row, first column, pages
         self._fresh: list[int] = []
 
     @property
@@ -39,13 +39,13 @@ class RunningSet:
         """Whether another request can start."""
         return bool(self._free_rows)
 
-    def start(self, req: Req) -> int:
-        """Give a waiting request a row and its cached pages; returns the tokens these hold."""
+    def start(self, req: Req) -> None:
+        """Give a waiting request a row and the cached pages of its first tokens."""
+        pages = self.cache.begin(req)
         req.row = self._free_rows.pop()
         insort(self.reqs, req, key=turn)
         self._unattached.append(req)
-        self._enter(req, 0, self.cache.begin(req))
-        return req.cached_len
+        self._entries.append((req.row, 0, pages))
 
     def grow(self, req: Req, length: int) -> bool:
         """Pages for `length` tokens; False, and no change, if there are too few."""
@@ -53,7 +53,7 @@ class RunningSet:
         pages = self.cache.grow(req, length)
         if pages is None:
             return False
-        self._enter(req, first, pages)
+        self._entries.append((req.row, first, pages))
         self._fresh += pages
         return True
 
@@ -83,14 +83,17 @@ class RunningSet:
         """
         for req in self._unattached:
             executor.attach(req)
-        if self._entries:
-            rows, columns = zip(*self._entries, strict=True)
-            pages = list(self._entries.values())
-            executor.set_pages(PageWrites(list(rows), list(columns), pages, self._fresh))
+        writes = PageWrites([], [], [], self._fresh)
+        for row, first, pages in self._entries:
+            writes.rows.extend([row] * len(pages))
+            writes.columns.extend(range(first, first + len(pages)))
+            writes.pages.extend(pages)
+        if writes.pages:
+            executor.set_pages(writes)
 
     def launched(self) -> None:
         """A step was launched with what `attach_to` told."""
-        self._unattached, self._entries, self._fresh = [], {}, []
+        self._unattached, self._entries, self._fresh = [], [], []
 
     def holders(self) -> list[Req]:
         """All requests that hold pages."""
@@ -106,14 +109,9 @@ class RunningSet:
     def _give_back(self, req: Req, keep: bool) -> None:
         if req.num_in_flight:
             raise RuntimeError(f"{req} ends while {req.num_in_flight} steps in flight write for it")
-        for column in range(len(req.pages)):
-            self._entries.pop((req.row, column), None)
         if req in self._unattached:
             self._unattached.remove(req)
+        self._entries = [entry for entry in self._entries if entry[0] != req.row]
         self.cache.end(req, keep=keep)
         self._free_rows.append(req.row)
         req.row, req.cached_len, req.device_len = -1, 0, 0
-
-    def _enter(self, req: Req, first: int, pages: list[int]) -> None:
-        for column, page in enumerate(pages, first):
-            self._entries[req.row, column] = page

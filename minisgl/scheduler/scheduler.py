@@ -25,12 +25,18 @@ from typing import Literal, NamedTuple
 from minisgl.core import Batch, Executor, PendingStep, Req, StepOutput, TokenLogprobs
 from minisgl.errors import InvalidRequestError
 from minisgl.kvcache import KVCache
+from minisgl.utils.logger import get_logger
 
-from .planner import Limits, Plan, Planner
+from .planner import Limits, Plan, Planner, Stats
 from .queue import WaitingQueue
 from .running import RunningSet
 
-__all__ = ["FinishReason", "Scheduler", "Stats", "Update"]
+__all__ = ["FinishReason", "Scheduler", "Update"]
+
+logger = get_logger(__name__)
+
+MAX_FAILED_LAUNCHES = 3
+"""A launch that failed is tried again; after so many in a row its requests end in an error."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,24 +49,6 @@ class Update(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
-
-
-@dataclass
-class Stats:
-    """Counts since the scheduler was made."""
-
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    """Tokens of prompts, and of what retracted requests compute again."""
-    num_decode_tokens: int = 0
-    """Of requests that lacked one token; the last one of a prompt's chunks may be among them."""
-    num_queried_tokens: int = 0
-    """Tokens of the requests that started; retracted ones start again."""
-    num_hit_tokens: int = 0
-    """Tokens read from the prefix cache instead of computed."""
-    num_retractions: int = 0
-    num_discarded_tokens: int = 0
-    """Sampled for requests that had ended: the price of overlap."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +77,16 @@ class Scheduler:
         self._limits = limits
         self._queue = WaitingQueue(policy)
         self._running = RunningSet(cache, limits.max_running_requests)
-        self._planner = Planner(self._running, self._queue, limits)
+        self.stats = Stats()
+        self._planner = Planner(self._running, self._queue, limits, self.stats)
         self._most_ahead = 1 if overlap else 0
         self._in_flight: deque[_Launched] = deque()
         self._live: dict[int, Req] = {}  # those that have not ended, by uid
         self._num_added = 0
         self._ready: list[Update] = []  # not handed out yet
-        self._stats = Stats()
+        self._is_stepping = False
+        self._aborts: list[tuple[int, FinishReason]] = []  # asked for inside a step
+        self._num_failed_launches = 0  # in a row
 
     @property
     def has_work(self) -> bool:
@@ -111,12 +102,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold neither."""
         return len(self._queue)
-
-    @property
-    def stats(self) -> Stats:
-        """Counts since the scheduler was made."""
-        self._stats.num_retractions = self._planner.num_retractions
-        return self._stats
 
     def check(self, prompt_len: int) -> None:
         """Raise `InvalidRequestError` for a prompt that no state of the queues could serve."""
@@ -145,11 +130,16 @@ class Scheduler:
     def abort(self, uid: int, reason: FinishReason = "abort") -> bool:
         """End a request now, wherever it is; its terminal update comes with the next step.
 
-        `reason` is `"stop"` when the front saw a stop string. False if no such request lives.
+        `reason` is `"stop"` when the front saw a stop string. False if no such request lives, that
+        is, its end was told or is about to be. A call from inside a step (Python may finalize a
+        client's stream anywhere) is heeded when the next one begins.
         """
         req = self._live.get(uid)
         if req is None:
             return False
+        if self._is_stepping:
+            self._aborts.append((uid, reason))
+            return True
         if req.is_running:
             self._running.finish(req)
         else:
@@ -168,29 +158,53 @@ class Scheduler:
 
     def step(self) -> list[Update]:
         """Launch one batch, if there is one, and return what is known of the last ones."""
-        while self._in_flight and self._planner.must_settle():
-            self._settle()
-        plan = self._planner.plan(self._stats.num_steps)
-        if plan.reqs:
-            self._launch(plan)
-        ahead = self._most_ahead if plan.reqs else 0
-        while len(self._in_flight) > ahead:
-            self._settle()
-        if not self._running.holders():
-            self._cache.check_counts([])
+        aborts, self._aborts = self._aborts, []
+        for uid, reason in aborts:
+            self.abort(uid, reason)
+        self._is_stepping = True
+        try:
+            self._step()
+        finally:
+            self._is_stepping = False
         # Taken last: a step that raises loses no request's end.
         updates, self._ready = self._ready, []
+        if not self._running.holders():
+            self._check_idle()
         return updates
 
     def check_integrity(self) -> None:
         """Raise unless every page and row has exactly one owner; looks at all of them."""
         self._running.check_integrity()
 
+    def _step(self) -> None:
+        while self._in_flight and self._planner.must_settle():
+            self._settle()
+        plan = self._planner.plan(self.stats.num_steps)
+        if plan.reqs:
+            self._launch(plan)
+        ahead = self._most_ahead if plan.reqs else 0
+        while len(self._in_flight) > ahead:
+            self._settle()
+
+    def _check_idle(self) -> None:
+        """Say so if pages were lost; requests can go on with those that are left."""
+        try:
+            self._cache.check_counts([])
+        except RuntimeError as error:
+            logger.error("%s", error)
+
     # -- launching -------------------------------------------------------------------------
 
     def _launch(self, plan: Plan) -> None:
-        self._running.attach_to(self._executor)
-        pending = self._executor.launch(Batch(plan.reqs))
+        try:
+            self._running.attach_to(self._executor)
+            pending = self._executor.launch(Batch(plan.reqs))
+        except Exception:
+            self._num_failed_launches += 1
+            if self._num_failed_launches >= MAX_FAILED_LAUNCHES:
+                self._give_up(plan.reqs)
+            raise
+        self._num_failed_launches = 0
         self._running.launched()
         self._in_flight.append(_Launched(plan.reqs, pending))
         for req in plan.reqs:
@@ -200,12 +214,16 @@ class Scheduler:
             req.num_in_flight += 1
         for req in plan.reqs[plan.num_decodes :]:
             self._cache.publish(req)
-        stats = self._stats
-        stats.num_steps += 1
-        stats.num_decode_tokens += plan.num_decodes
-        stats.num_prefill_tokens += plan.num_prefill_tokens
-        stats.num_queried_tokens += plan.num_queried_tokens
-        stats.num_hit_tokens += plan.num_hit_tokens
+        self.stats.num_steps += 1
+        self.stats.num_decode_tokens += plan.num_decodes
+        self.stats.num_prefill_tokens += plan.num_prefill_tokens
+
+    def _give_up(self, reqs: list[Req]) -> None:
+        """A launch failed again and again: perhaps for one of its requests, and others wait."""
+        self._num_failed_launches = 0
+        for req in reqs:
+            self._running.finish(req)
+            self._tell_end(Update(req.uid, finish_reason="error"))
 
     # -- taking results --------------------------------------------------------------------
 
@@ -226,7 +244,7 @@ class Scheduler:
             if token is not None:
                 req.num_pending -= 1
             if req.finished:
-                self._stats.num_discarded_tokens += token is not None
+                self.stats.num_discarded_tokens += token is not None
                 if req.num_in_flight == 0:
                     self._running.close(req)
                 continue

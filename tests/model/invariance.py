@@ -154,10 +154,11 @@ def check_cell(
     ) as llm:  # fmt: skip
         late = overlap and device == "cpu"
         executor: Executor = LateExecutor(llm.engine) if late else llm.engine
-        guard = ReuseGuard(executor)
+        pages = CACHES[cache](num_pages, page_size)
+        guard = ReuseGuard(executor, lambda page: page in set(pages.cached_pages()))
         llm.scheduler = Scheduler(
             guard,
-            CACHES[cache](num_pages, page_size),
+            pages,
             Limits(rows, budget, llm.max_model_len),
             overlap=overlap,
         )

@@ -93,11 +93,13 @@ class FakeExecutor:
 class ReuseGuard:
     """Fails when a row or page gets a new owner while a step whose result was not read uses it.
 
-    Steps must be read in the order of their launches, each once.
+    Also when a page neither comes from the prefix cache (`is_cached`) nor is cleared. Steps must
+    be read in the order of their launches, each once.
     """
 
-    def __init__(self, inner: Executor) -> None:
+    def __init__(self, inner: Executor, is_cached: Callable[[int], bool]) -> None:
         self._inner = inner
+        self._is_cached = is_cached
         self._tables: dict[int, dict[int, int]] = {}
         self._unread: deque[tuple[set[int], set[int]]] = deque()  # rows, pages of each step
         self.most_unread = 0
@@ -108,7 +110,10 @@ class ReuseGuard:
         self._inner.attach(req)
 
     def set_pages(self, writes: PageWrites) -> None:
-        assert not any(pages & set(writes.fresh) for _, pages in self._unread), "a page is in use"
+        fresh = set(writes.fresh)
+        assert not any(pages & fresh for _, pages in self._unread), "a page is in use"
+        for page in set(writes.pages) - fresh:
+            assert self._is_cached(page), f"page {page} is not cleared for its new owner"
         for row, column, page in zip(writes.rows, writes.columns, writes.pages, strict=True):
             known = self._tables[row].get(column, page)  # after a failed launch it comes again
             assert known == page, "a page of a running request is replaced"

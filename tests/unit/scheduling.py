@@ -71,8 +71,8 @@ def make(
     """With `overlap`, the device computes nothing before a result is asked for."""
     fake = FakeExecutor(page_size, next_token)
     device: Executor = LateExecutor(fake) if overlap else fake
-    guard = ReuseGuard(device)
     pages = CACHES[cache](num_pages, page_size)
+    guard = ReuseGuard(device, lambda page: page in set(pages.cached_pages()))
     limits = Limits(rows, budget, max_len)
     scheduler = Scheduler(guard, pages, limits, policy=policy, overlap=overlap)
     return Made(scheduler, fake, pages, guard)

@@ -11,6 +11,7 @@ import pytest
 
 from minisgl.benchmark import prefix, report, scheduler
 from minisgl.cli import bench, main
+from minisgl.kvcache.base import Match
 
 PERCENTILES = {"mean", "p50", "p90", "p99"}
 SMALL = ["--running", "1", "4", "--steps", "40", "--cached", "1", "10"]
@@ -69,7 +70,7 @@ def test_groups_share_their_first_tokens_only() -> None:
 
 
 def test_a_prefix_that_is_not_found_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.kvcache.RadixCache.match", lambda self, req: 976)
+    monkeypatch.setattr("minisgl.kvcache.RadixCache.match", lambda self, req: Match(976))
     with pytest.raises(RuntimeError, match=r"of 992 cached tokens, \[976, 976\] 992 hit"):
         prefix.bench_prefix(1, 16)
 

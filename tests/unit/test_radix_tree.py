@@ -85,9 +85,9 @@ def test_merge_returns_duplicates_and_keeps_the_rest() -> None:
 def test_salts_share_nothing_and_leave_nothing() -> None:
     tree = RadixTree(1)
     for i in range(100):
-        assert tree.match(f"s{i}", key_of([1, 2]), 2) == 0
+        assert tree.find(f"s{i}", key_of([1, 2]), 2).end == 0
         assert add(tree, [1, 2], [2 * i, 2 * i + 1], salt=f"s{i}") == []
-        assert tree.match(f"s{i}", key_of([1, 2]), 2) == 2
+        assert tree.find(f"s{i}", key_of([1, 2]), 2).end == 2
     assert tree.num_nodes == 200
     assert sorted(tree.evict(1000)) == list(range(200))
     add(tree, [1], [], salt="nothing kept")
@@ -102,7 +102,7 @@ def test_evict_takes_the_least_recently_used_first() -> None:
     assert tree.evict(2) == [0, 1]
     add(tree, [1, 7], [])  # touched: it moves to the end
     assert tree.evict(4) == [4, 5, 6, 7]
-    assert tree.match(None, key_of([1, 7]), 2) == 2
+    assert tree.find(None, key_of([1, 7]), 2).end == 2
 
 
 def test_evict_trims_the_tail() -> None:
@@ -110,7 +110,7 @@ def test_evict_trims_the_tail() -> None:
     add(tree, [1, 1, 2, 2, 3, 3], [10, 11, 12])
     assert tree.evict(2) == [11, 12]
     tree.check_integrity()
-    assert tree.match(None, key_of([1, 1, 2, 2, 3, 3]), 3) == 1
+    assert tree.find(None, key_of([1, 1, 2, 2, 3, 3]), 3).end == 1
     assert tree.evict(2) == [10]
     assert tree.evict(2) == []
 
@@ -132,9 +132,9 @@ def test_match_changes_nothing() -> None:
     tree = RadixTree(1)
     add(tree, [1, 2, 3], [10, 11, 12])
     before = (drawing(tree.root(None)), tree.num_nodes, list(tree._heap), tree._tick)
-    assert tree.match(None, key_of([1, 2, 9]), 3) == 2
-    assert tree.match(None, key_of([1, 2, 3]), 1) == 1
-    assert tree.match("new salt", key_of([1, 2, 3]), 3) == 0
+    assert tree.find(None, key_of([1, 2, 9]), 3).end == 2
+    assert tree.find(None, key_of([1, 2, 3]), 1).end == 1
+    assert tree.find("new salt", key_of([1, 2, 3]), 3).end == 0
     assert (drawing(tree.root(None)), tree.num_nodes, list(tree._heap), tree._tick) == before
     assert tree._roots.keys() == {None}
 

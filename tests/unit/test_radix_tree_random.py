@@ -191,7 +191,14 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(salt=st.sampled_from(SALTS), tokens=token_lists, limit=st.integers(0, 9))
     def match(self, salt: str | None, tokens: list[int], limit: int) -> None:
         expected = self.brute_match(salt, tokens)[:limit]
-        assert self.tree.match(salt, key_of(tokens), limit) == len(expected)
+        found = self.tree.find(salt, key_of(tokens), limit)
+        assert found.end == len(expected)
+        unlocked = self.prefixes(salt, tokens)[: len(expected)]
+        assert found.num_unlocked_pages == len(set(unlocked) - self.locked())
+        if found.node is not None:
+            assert found.node.end == found.end
+            path = list(found.node.upwards())[::-1]
+            assert [page for node in path for page in node.pages] == expected
 
     @invariant()
     def tree_is_sound_and_as_the_model(self) -> None:
@@ -216,7 +223,7 @@ class TreeMachine(RuleBasedStateMachine):
             path = list(request.handle.upwards())[::-1]
             assert [p for node in path for p in node.pages] == request.pages[:end] == found[:end]
             assert b"".join(n.key for n in path) == key_of(request.tokens[: end * self.size])
-            assert self.tree.match(request.salt, key_of(request.tokens), 99) == len(found)
+            assert self.tree.find(request.salt, key_of(request.tokens), 99).end == len(found)
 
 
 TestTreeMachine = TreeMachine.TestCase

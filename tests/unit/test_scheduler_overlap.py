@@ -67,7 +67,7 @@ def test_the_token_after_an_eos_is_thrown_away():
     # EOS has keys and values, as the extra step computed it; the token it sampled is nowhere.
     assert cache.num_cached_pages == len(prompt) + 4
     probe = make_req(1, [*prompt, *expected_output(prompt, 20), 9, 9], 1)
-    assert cache.match(probe) == len(prompt) + 4
+    assert cache.match(probe).num_tokens == len(prompt) + 4
 
 
 def test_a_stop_string_ends_a_request_in_flight():

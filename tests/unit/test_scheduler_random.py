@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.scheduling import drain, expected_output, make, make_req
+from tests.unit.scheduling import EOS, drain, expected_output, make, make_req
 
 NUM_PAGES, MAX_LEN = 7, 21
 
@@ -75,7 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         uid = data.draw(st.sampled_from(sorted(self.asked)))
         lives = uid not in self.ends and uid not in self.aborted
-        assert self.scheduler.abort(uid) == lives
+        # A flush reads steps in flight, which may have ended it without telling yet.
+        assert self.scheduler.abort(uid) <= lives
         self.aborted.add(uid)
 
     @rule()
@@ -117,10 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.got[uid] == want[: len(self.got[uid])]
                 continue
             assert self.got[uid] == want
-            assert (
-                self.ends[uid] == ("length" if len(want) == more and want[-1] != 1 else "stop")
-                or params["ignore_eos"]
-            )
+            stopped = want[-1] == EOS and not params["ignore_eos"]
+            assert self.ends[uid] == ("stop" if stopped else "length")
             if params["prompt_logprobs"] is not None:  # each of the prompt's tokens once, in order
                 assert self.scored[uid] == list(range(1, len(prompt)))
         super().teardown()
