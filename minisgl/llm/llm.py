@@ -255,14 +255,14 @@ class LLM:
         if not self.scheduler.has_work:
             raise RuntimeError("A sequence has not ended, but the scheduler has no work")
         with hold_interrupts():
-            for update in self.scheduler.step():
-                sequence = self._sequences.get(update.uid)
-                if sequence is None:  # a forgotten stream's last update
-                    continue
-                if sequence.push(update):
+            updates = self.scheduler.step()
+            for update in updates:
+                sequence = self._sequences.get(update.uid)  # None: a forgotten stream's
+                if sequence is not None and sequence.push(update):
                     self.scheduler.abort(update.uid, "stop")
-                if progress is not None:
-                    progress.update(update, sequence.req)
+            if progress is not None:  # last: its output may fail, and others' updates are in
+                for update in updates:
+                    progress.update(update, self._sequences)
 
     def _forget(self, sequences: list[Sequence]) -> None:
         with hold_interrupts():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 
 from tqdm import tqdm
 
-from minisgl.core import Req
 from minisgl.scheduler import Update
+
+from .sequence import Sequence
 
 __all__ = ["Progress"]
 
@@ -16,7 +17,7 @@ __all__ = ["Progress"]
 class Progress:
     """Counts finished sequences, with prefill and decode tokens per second beside them."""
 
-    def __init__(self, uids: Sequence[int], shown: bool) -> None:
+    def __init__(self, uids: Collection[int], shown: bool) -> None:
         self._uids = frozenset(uids)
         self._bar = tqdm(
             total=len(uids), desc="Generating", disable=not shown, dynamic_ncols=True, unit="seq"
@@ -25,10 +26,11 @@ class Progress:
         self._prompt_tokens = 0
         self._output_tokens = 0
 
-    def update(self, update: Update, req: Req) -> None:
+    def update(self, update: Update, sequences: Mapping[int, Sequence]) -> None:
         """Take one update of the scheduler into account, if it is of these sequences."""
         if update.uid not in self._uids:
             return
+        req = sequences[update.uid].req
         if update.token_id is not None:
             self._output_tokens += 1
             if len(req.token_ids) == req.prompt_len + 1:

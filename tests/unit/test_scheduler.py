@@ -131,3 +131,62 @@ def test_steps_do_not_depend_on_max_tokens(overlap: bool):
         steps.append(fake.steps)
     assert steps[0] == steps[1]
     assert max(map(len, steps[0])) == 6, "reserving 113 tokens for each would let one run"
+
+
+def test_a_request_starts_only_beside_the_pages_that_others_need_next():
+    """One page for its next token for each that runs, and what running prompts still lack."""
+    scheduler, fake, cache, _ = make(num_pages=8, page_size=4, rows=4, budget=8, max_len=32)
+    scheduler.add(make_req(0, [3] * 20, 4, ignore_eos=True))  # 6 pages with the first token
+    scheduler.add(make_req(1, [4] * 3, 2, ignore_eos=True))  # needs one, and one is kept for 0
+    scheduler.step()
+    assert [uid for uid, _ in fake.steps[0]] == [0], "the budget is used up"
+    scheduler.step()
+    scheduler.step()
+    assert [uid for uid, _ in fake.steps[2]] == [0, 1], "6 + 1, and one page is kept"
+    scheduler, fake, cache, _ = make(num_pages=7, page_size=4, rows=4, budget=32, max_len=28)
+    scheduler.add(make_req(0, [3] * 20, 4, ignore_eos=True))
+    scheduler.add(make_req(1, [4] * 3, 2, ignore_eos=True))
+    scheduler.step()
+    assert fake.steps[0] == [(0, 20)], "one page is left, which is kept for the first one"
+    drain(scheduler)
+    assert scheduler.stats.num_retractions == 0
+
+
+def test_running_prompts_keep_the_pages_that_they_still_need():
+    scheduler, fake, *_ = make(num_pages=9, page_size=4, rows=4, budget=12, max_len=36)
+    scheduler.add(make_req(0, [3] * 24, 2, ignore_eos=True))  # 7 pages, 3 of them in step 1
+    scheduler.step()
+    scheduler.add(make_req(1, [4] * 8, 2, ignore_eos=True))  # 3 pages
+    scheduler.step()
+    scheduler.step()
+    assert [[uid for uid, _ in step] for step in fake.steps[:2]] == [[0], [0]]
+    assert 1 not in dict(fake.steps[2])
+    drain(scheduler)
+    assert scheduler.stats.num_retractions == 0
+
+
+def test_a_request_as_large_as_the_pool_runs():
+    scheduler, *_ = make(num_pages=3, page_size=4, max_len=12)
+    scheduler.add(make_req(0, [4] * 11, 9, ignore_eos=True))
+    assert outputs(drain(scheduler))[0] == expected_output([4] * 11, 1, ignore_eos=True)
+
+
+def test_the_longest_sequence_is_a_limit_of_its_own():
+    scheduler, *_ = make(num_pages=64, page_size=4, max_len=10)
+    with pytest.raises(InvalidRequestError, match="longest sequence of 10 .--max-model-len 10"):
+        scheduler.add(make_req(0, [4] * 10, 1))
+    scheduler.add(make_req(1, [4] * 7, 50, ignore_eos=True))
+    assert len(outputs(drain(scheduler))[1]) == 3
+
+
+def test_the_token_at_min_tokens_may_be_the_last():
+    prompt = next(
+        [a, b]
+        for a in range(2, 20)
+        for b in range(2, 20)
+        if expected_output([a, b], 9)[-1] == EOS and len(expected_output([a, b], 9)) == 3
+    )
+    for min_tokens, stops in ((2, True), (3, True), (4, False)):
+        scheduler, *_ = make()
+        scheduler.add(make_req(0, prompt, 9, min_tokens=min_tokens))
+        assert (len(outputs(drain(scheduler))[0]) == 3) == stops

@@ -220,6 +220,66 @@ def test_lpm_lets_nobody_starve():
     assert ended[1] + LPM_MAX_WAIT <= ended[2] <= 2 * LPM_MAX_WAIT + 10
 
 
+def test_lpm_lets_nobody_starve_who_is_passed_by_the_urgent_too():
+    """Urgent requests come now and then and stand first; the others' turn comes all the same."""
+    made = make(num_pages=64, page_size=4, rows=1, budget=64, policy="lpm")
+    hot = [5] * 16
+    made.scheduler.add(make_req(0, hot, 1))
+    drain(made.scheduler)
+    made.scheduler.add(make_req(1, [6] * 9, 1))
+    uid, ended = 2, set()
+    while 1 not in ended:
+        made.scheduler.add(make_req(uid, [*hot, uid], 1, priority=-1 if uid % 20 == 0 else 0))
+        uid += 1
+        ended |= {update.uid for update in made.scheduler.step()}
+        assert uid < 10 * LPM_MAX_WAIT, "starved"
+
+
+def test_lpm_looks_at_a_window_of_the_queue(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minisgl.scheduler.queue.LPM_WINDOW", 2)
+    made = make(num_pages=64, page_size=4, rows=1, budget=64, policy="lpm")
+    made.scheduler.add(make_req(0, [5] * 16, 1))
+    drain(made.scheduler)
+    for uid, prompt in enumerate(([8] * 9, [7] * 9, [5] * 17), 1):
+        made.scheduler.add(make_req(uid, prompt, 1))
+    drain(made.scheduler)
+    assert started(made.fake, 4) == [0, 1, 3, 2]
+
+
+def test_full_pages_of_an_answer_are_shared_while_it_is_generated():
+    made = make(page_size=4)
+    made.scheduler.add(make_req(0, [5] * 5, 30, ignore_eos=True))
+    for _ in range(12):
+        made.scheduler.step()
+    answer = expected_output([5] * 5, 12, ignore_eos=True)
+    # 16 of its tokens are computed; a page is offered when the next one is needed.
+    assert made.cache.match(make_req(1, [5] * 5 + answer, 1)).num_tokens == 12
+    drain(made.scheduler)
+
+
+def test_nobody_waits_for_a_page_that_must_be_computed_anyway():
+    """The prompt's last token is computed by everyone: two prompts of one page run together."""
+    made = make(page_size=4)
+    for uid in range(2):
+        made.scheduler.add(make_req(uid, [5] * 4, 2))
+    made.scheduler.step()
+    assert made.fake.steps[0] == [(0, 4), (1, 4)]
+    drain(made.scheduler)
+
+
+def test_a_retracted_request_for_prompt_logprobs_reads_what_was_scored():
+    made = make(num_pages=13, rows=2, budget=4, max_len=36)
+    made.scheduler.add(make_req(0, [3] * 5, 30, ignore_eos=True))
+    made.scheduler.add(make_req(1, [4] * 13, 20, prompt_logprobs=0, ignore_eos=True))
+    updates = drain(made.scheduler)
+    assert made.scheduler.stats.num_retractions == 1
+    assert made.scheduler.stats.num_hit_tokens == 16, (
+        "all of its prompt was scored, and more cached"
+    )
+    scored = [entry.rank for update in updates for entry in update.prompt_logprobs or ()]
+    assert scored == list(range(1, 13))
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="'sjf': choose from fcfs, lpm"):
         make(policy="sjf")
@@ -234,9 +294,12 @@ def test_a_uid_that_lives_is_refused():
     made.scheduler.add(make_req(0, [5], 1))
 
 
-def test_lost_pages_are_noticed_when_idle():
+def test_lost_pages_are_told_when_idle_and_nobody_is_hurt(caplog: pytest.LogCaptureFixture):
     made = make()
-    made.scheduler.add(make_req(0, [5] * 9, 2))
     made.cache.allocator.allocate(1)
+    made.scheduler.add(make_req(0, [5] * 9, 2, ignore_eos=True))
+    updates = [update for _ in range(2) for update in made.scheduler.step()]
+    assert outputs(updates)[0] == expected_output([5] * 9, 2, ignore_eos=True)
+    assert "Pages lost: " in caplog.text and "of 64" in caplog.text
     with pytest.raises(RuntimeError, match="Pages lost: .* of 64"):
-        drain(made.scheduler)
+        made.scheduler.check_integrity()

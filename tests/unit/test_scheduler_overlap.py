@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.core import Batch, FinishedStep, PendingStep, StepOutput
+from minisgl.core import Batch, FinishedStep, PendingStep, Req, StepOutput
 from minisgl.scheduler import Update
 from tests.unit.scheduling import (
     EOS,
@@ -221,6 +221,56 @@ def test_a_result_that_fails_ends_its_requests_and_leaves_nothing_cached(
         want = expected_output([2] * 8 + [3 + uid] * 5, 9, ignore_eos=True)
         got = outputs(updates)[uid]
         assert got == (want if reason == "length" else want[: len(got)])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_launches_that_fail_again_and_again_end_their_requests_only(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """One request can't be attached: it ends in an error, and those behind it get their turn."""
+    made = make(rows=1, overlap=overlap)
+    attach = made.guard.attach
+
+    def picky(req: Req) -> None:
+        if req.uid == 1:
+            raise MemoryError("no room for this one")
+        attach(req)
+
+    monkeypatch.setattr(made.guard, "attach", picky)
+    for uid in range(3):
+        made.scheduler.add(make_req(uid, [3 + uid] * 5, 4, ignore_eos=True))
+    updates: list[Update] = []
+    failures = 0
+    while made.scheduler.has_work:
+        try:
+            updates += made.scheduler.step()
+        except MemoryError:
+            failures += 1
+            assert failures <= 3
+        made.scheduler.check_integrity()
+    assert ends(updates) == {0: "length", 1: "error", 2: "length"}
+    assert outputs(updates)[2] == expected_output([5] * 5, 4, ignore_eos=True)
+
+
+def test_an_abort_from_inside_a_step_waits_for_the_next(monkeypatch: pytest.MonkeyPatch):
+    """As when Python finalizes a stream that nobody holds any more, which may be anywhere."""
+    made = make()
+    for uid in range(2):
+        made.scheduler.add(make_req(uid, [3 + uid] * 5, 6, ignore_eos=True))
+    launch = made.guard.launch
+
+    def aborting(batch: Batch) -> PendingStep:
+        assert made.scheduler.abort(0)
+        return launch(batch)
+
+    updates = made.scheduler.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(made.guard, "launch", aborting)
+        updates += made.scheduler.step()
+    assert ends(updates) == {}
+    updates += drain(made.scheduler)
+    assert ends(updates) == {0: "abort", 1: "length"}
+    assert len(outputs(updates)[0]) == 2
 
 
 def test_the_model_of_these_tests_ends_when_it_should():
