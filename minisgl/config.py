@@ -155,60 +155,38 @@ class ResolvedConfig:
     reasons: tuple[str, ...] = ()
 
 
+class _Choices:
+    """What the user left open, and in words why it became what it is."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def choose(self, name: str, given: Any, default: Any, why: str) -> Any:
+        """The user's value, else the default, whose reason is noted."""
+        if given is not None:
+            return given
+        self.reasons.append(f"{name} = {default}: {why}")
+        return default
+
+
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> ResolvedConfig:
     """Fill in what `config` leaves open; raises `ConfigError` for what can't be.
 
     Pure: the same arguments give the same result, on every rank.
     """
-    reasons: list[str] = []
-
-    def choose(name: str, given: Any, default: Any, why: str) -> Any:
-        if given is not None:
-            return given
-        reasons.append(f"{name} = {default}: {why}")
-        return default
-
-    device = None if config.device == "auto" else config.device
-    if device == "cuda" and not hardware.has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    found = "cuda" if hardware.has_cuda else "cpu"
-    device = choose("device", device, found, f"torch sees {'a' if hardware.has_cuda else 'no'} GPU")
+    choices = _Choices()
+    choose = choices.choose
+    device = _device(config, hardware, choices)
     cpu = device == "cpu"
-    dtype = None if config.dtype == "auto" else parse_dtype(config.dtype)
-    if cpu and dtype == torch.float16:
-        raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
-    if cpu and model.dtype == torch.float16:
-        dtype = choose("dtype", dtype, torch.bfloat16, "the checkpoint's float16 is slow on CPU")
-    else:
-        dtype = choose("dtype", dtype, model.dtype, "the checkpoint's type")
-    limit = model.max_context
-    if config.max_model_len is not None and config.max_model_len > limit:
-        why = f"the model's context is {limit}"
-        if model.rope_type == "dynamic":
-            why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
-        raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
-    running_default, budget_default = (64, 1024) if cpu else (256, 8192)
-    budget = choose(
-        "max_prefill_length",
-        config.max_prefill_length,
-        max(budget_default, config.max_running_requests or 0),
-        f"default on {device}",
-    )
-    running = choose(
-        "max_running_requests",
-        config.max_running_requests,
-        min(running_default, budget),
-        f"default on {device}, at most max_prefill_length",
-    )
-    if running > budget:
-        raise ConfigError(
-            f"--max-running-requests {running} is above --max-prefill-length {budget}: a step "
-            "must have room for one token of each running request"
-        )
+    dtype = _dtype(config, model, cpu, choices)
+    _check_length(config, model)
+    running, budget = _batch_limits(config, device, choices)
     return ResolvedConfig(
         device=torch.device(device),
         dtype=dtype,
-        max_model_len=choose("max_model_len", config.max_model_len, limit, "the model's context"),
+        max_model_len=choose(
+            "max_model_len", config.max_model_len, model.max_context, "the model's context"
+        ),
         max_model_len_asked=config.max_model_len is not None,
         page_size=config.page_size,
         num_pages=config.num_pages,
@@ -236,8 +214,61 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         kernels=config.kernels,
         logprobs_mode=config.logprobs_mode,
         threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
-        reasons=tuple(reasons),
+        reasons=tuple(choices.reasons),
     )
+
+
+def _device(config: EngineConfig, hardware: Hardware, choices: _Choices) -> str:
+    asked = None if config.device == "auto" else config.device
+    if asked == "cuda" and not hardware.has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    found = "cuda" if hardware.has_cuda else "cpu"
+    why = f"torch sees {'a' if hardware.has_cuda else 'no'} GPU"
+    device: str = choices.choose("device", asked, found, why)
+    return device
+
+
+def _dtype(config: EngineConfig, model: ModelFacts, cpu: bool, choices: _Choices) -> torch.dtype:
+    asked = None if config.dtype == "auto" else parse_dtype(config.dtype)
+    if cpu and asked == torch.float16:
+        raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
+    default, why = model.dtype, "the checkpoint's type"
+    if cpu and model.dtype == torch.float16:
+        default, why = torch.bfloat16, "the checkpoint's float16 is slow on CPU"
+    dtype: torch.dtype = choices.choose("dtype", asked, default, why)
+    return dtype
+
+
+def _check_length(config: EngineConfig, model: ModelFacts) -> None:
+    if config.max_model_len is None or config.max_model_len <= model.max_context:
+        return
+    why = f"the model's context is {model.max_context}"
+    if model.rope_type == "dynamic":
+        why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
+    raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
+
+
+def _batch_limits(config: EngineConfig, device: str, choices: _Choices) -> tuple[int, int]:
+    """Most running requests, and the token budget of a step, which has room for one of each."""
+    running_default, budget_default = (64, 1024) if device == "cpu" else (256, 8192)
+    budget = choices.choose(
+        "max_prefill_length",
+        config.max_prefill_length,
+        max(budget_default, config.max_running_requests or 0),
+        f"default on {device}",
+    )
+    running = choices.choose(
+        "max_running_requests",
+        config.max_running_requests,
+        min(running_default, budget),
+        f"default on {device}, at most max_prefill_length",
+    )
+    if running > budget:
+        raise ConfigError(
+            f"--max-running-requests {running} is above --max-prefill-length {budget}: a step "
+            "must have room for one token of each running request"
+        )
+    return running, budget
 
 
 def _name(field_name: str) -> str:
