@@ -105,8 +105,8 @@ class KVCache:
         req.pages += pages
         return pages
 
-    def end(self, req: Req, *, keep: bool = True) -> None:
-        """Take all pages of a request back; `keep` whether others may read what it computed."""
+    def end(self, req: Req) -> None:
+        """Take all pages of a request back."""
         self.allocator.free(req.pages)
         req.pages = []
 

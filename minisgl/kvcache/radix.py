@@ -112,10 +112,10 @@ class RadixCache(KVCache):
         self.allocator.free(pages)
         return len(pages)
 
-    def end(self, req: Req, *, keep: bool = True) -> None:
+    def end(self, req: Req) -> None:
         """Unlock the shared pages; full pages of its own go to the tree, the rest is free."""
         handle, first = _handle(req), req.num_shared
-        full = max(first, self._full(req)) if keep else first
+        full = max(first, self._full(req))
         own = req.pages[first:full]
         duplicates = self.tree.merge(handle.get_node(), handle.key, first, own)
         handle.node = None

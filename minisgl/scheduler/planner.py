@@ -196,13 +196,13 @@ class Planner:
                 return False
         return True
 
-    def retract(self, req: Req, *, keep: bool = True) -> None:
+    def retract(self, req: Req) -> None:
         """Back to the queue with its tokens; what it computed stays cached while there is room."""
-        self._running.end(req, keep=keep)
+        self._running.end(req)
         req.retracted = True
         self._queue.add(req)
         self._stats.num_retractions += 1
 
     def _missing_pages(self, req: Req) -> int:
         """Pages to hold all known tokens and one more."""
-        return self._cache.missing_pages(req, min(req.num_tokens + 1, req.max_len))
+        return self._cache.missing_pages(req, req.num_tokens + 1)

@@ -57,10 +57,10 @@ class RunningSet:
         self._fresh += pages
         return True
 
-    def end(self, req: Req, *, keep: bool = True) -> None:
-        """Take row and pages back; `keep` whether others may read what was computed."""
+    def end(self, req: Req) -> None:
+        """Take row and pages back."""
         self.reqs.remove(req)
-        self._give_back(req, keep)
+        self._give_back(req)
 
     def finish(self, req: Req) -> None:
         """The request is over: it ends now, or when the steps in flight with it are done."""
@@ -71,10 +71,10 @@ class RunningSet:
         else:
             self.end(req)
 
-    def close(self, req: Req, *, keep: bool = True) -> None:
+    def close(self, req: Req) -> None:
         """End a finished request: no step in flight has it any more."""
         self._closing.remove(req)
-        self._give_back(req, keep)
+        self._give_back(req)
 
     def attach_to(self, executor: Executor) -> None:
         """Tell the executor which requests started and which table entries changed.
@@ -106,12 +106,12 @@ class RunningSet:
         if rows != list(range(self._num_rows)):
             raise RuntimeError(f"Rows lost or shared: {rows}, of {self._num_rows}")
 
-    def _give_back(self, req: Req, keep: bool) -> None:
+    def _give_back(self, req: Req) -> None:
         if req.num_in_flight:
             raise RuntimeError(f"{req} ends while {req.num_in_flight} steps in flight write for it")
         if req in self._unattached:
             self._unattached.remove(req)
         self._entries = [entry for entry in self._entries if entry[0] != req.row]
-        self.cache.end(req, keep=keep)
+        self.cache.end(req)
         self._free_rows.append(req.row)
         req.row, req.cached_len, req.device_len = -1, 0, 0

@@ -285,10 +285,10 @@ class Scheduler:
         for req in lost:
             req.num_in_flight = req.num_pending = 0
             if req.finished:
-                self._running.close(req, keep=False)
+                self._running.close(req)
             else:
-                self._running.end(req, keep=False)
+                self._running.end(req)
                 self._tell_end(Update(req.uid, finish_reason="error"))
         for req in list(self._running.reqs):
-            self._planner.retract(req, keep=False)
-        self._cache.flush()
+            self._planner.retract(req)
+        self._cache.flush()  # nobody holds a page any more, so it forgets all

@@ -223,6 +223,33 @@ def test_a_result_that_fails_ends_its_requests_and_leaves_nothing_cached(
         assert got == (want if reason == "length" else want[: len(got)])
 
 
+def test_who_was_in_no_lost_step_begins_again(monkeypatch: pytest.MonkeyPatch):
+    made = make(page_size=2, rows=3, budget=3)
+    prompts = {0: [3] * 2, 1: [4] * 9, 2: [5] * 9}
+    for uid, prompt in prompts.items():
+        made.scheduler.add(make_req(uid, prompt, 4, ignore_eos=True))
+    updates = made.scheduler.step() + made.scheduler.step()
+    launch = made.guard.launch
+
+    class Lost(FinishedStep):
+        def result(self) -> StepOutput:
+            raise RuntimeError("the device is gone")
+
+    def losing(batch: Batch) -> PendingStep:
+        launch(batch).result()
+        return Lost(StepOutput([]))
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the device is gone"):
+        patch.setattr(made.guard, "launch", losing)
+        made.scheduler.step()
+    assert [dict(step).keys() for step in made.fake.steps] == [{0, 1}, {0, 1, 2}, {0, 1}]
+    assert (made.scheduler.num_running, made.scheduler.num_waiting) == (0, 1)
+    assert made.cache.num_cached_pages == 0
+    updates += drain(made.scheduler)
+    assert ends(updates) == {0: "error", 1: "error", 2: "length"}
+    assert outputs(updates)[2] == expected_output(prompts[2], 4, ignore_eos=True)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_launches_that_fail_again_and_again_end_their_requests_only(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
