@@ -91,6 +91,8 @@ class Req:
     """Prompt tokens read from the prefix cache instead of computed, before the first output."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log-probabilities were delivered; a resumed request skips them."""
+    started_s: float = 0.0
+    """When it got a row for the first time (monotonic clock): told, never decided by."""
     retracted: bool = False
     """It lost its pages at least once, and what it reads from the prefix cache may be its own."""
     finished: bool = False

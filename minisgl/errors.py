@@ -4,10 +4,14 @@
     ├── InvalidRequestError    (ValueError)     one request's prompt or parameter; others go on
     │   └── ChatTemplateError                   the template refused or failed on the messages
     ├── ConfigError            (ValueError)     a flag, or a size that this machine can't hold
-    └── ModelError
-        ├── ModelNotFoundError (FileNotFoundError)  no such folder, file, or hub id
-        ├── UnsupportedModelError (ValueError)  unknown architecture, activation, RoPE type, ...
-        └── CheckpointError    (RuntimeError)   weights missing, left over, misshapen, unreadable
+    ├── ModelError
+    │   ├── ModelNotFoundError (FileNotFoundError)  no such folder, file, or hub id
+    │   ├── UnsupportedModelError (ValueError)  unknown architecture, activation, RoPE type, ...
+    │   └── CheckpointError    (RuntimeError)   weights missing, left over, misshapen, unreadable
+    └── ServingError           (RuntimeError)   a request that was fine and could not be served
+        ├── BusyError                           the queue is full, or the server starts or stops
+        ├── RequestFailedError                  its step failed; the engine goes on
+        └── EngineDeadError                     a process of the engine died; all requests end
 
 Each message says what is wrong, which value it was, and what to change. The command line
 prints it as one line and exits with code 2; the built-in base class beside each name lets
@@ -17,13 +21,17 @@ users catch it without importing this module.
 from __future__ import annotations
 
 __all__ = [
+    "BusyError",
     "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
+    "EngineDeadError",
     "InvalidRequestError",
     "MinisglError",
     "ModelError",
     "ModelNotFoundError",
+    "RequestFailedError",
+    "ServingError",
     "UnsupportedModelError",
 ]
 
@@ -65,3 +73,19 @@ class UnsupportedModelError(ModelError, ValueError):
 
 class CheckpointError(ModelError, RuntimeError):
     """The weights do not fit the model, or their files can't be read."""
+
+
+class ServingError(MinisglError, RuntimeError):
+    """Base of what keeps a valid request from being served."""
+
+
+class BusyError(ServingError):
+    """Not now: the queue is full, or the engine is loading or shutting down. Try again later."""
+
+
+class RequestFailedError(ServingError):
+    """The step that computed this request failed; others go on."""
+
+
+class EngineDeadError(ServingError):
+    """A process of the engine died. No request can be served any more."""

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.core import Req, SamplingParams
-from minisgl.engine import Engine
-from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
-from minisgl.kvcache import CACHES
+from minisgl.errors import ConfigError, InvalidRequestError
+from minisgl.message import make_reqs
 from minisgl.models import load_model_info
-from minisgl.scheduler import Limits, Scheduler
-from minisgl.tokenizer import Tokenizer
-from minisgl.utils.hardware import Hardware
+from minisgl.scheduler import build_scheduler
 from minisgl.utils.hf import resolve_model_path
-from minisgl.utils.logger import get_logger
 from minisgl.utils.signals import hold_interrupts
 
 from .outputs import RequestOutput, StreamChunk
@@ -28,6 +24,7 @@ from .requests import (
     RequestBuilder,
     as_prompt_list,
     cache_salts,
+    load_tokenizer,
     naming_prompt,
     params_list,
     priorities,
@@ -35,8 +32,6 @@ from .requests import (
 from .sequence import Sequence
 
 __all__ = ["LLM"]
-
-logger = get_logger(__name__)
 
 Message = dict[str, Any]
 
@@ -53,27 +48,13 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **config: Any) -> None:
-        self.config = _engine_config(config)
+        self.config = engine_config(config)
         path = resolve_model_path(model)
         self.model_info = info = load_model_info(path)
-        resolved = resolve(self.config, Hardware.detect(), info.facts())
-        for reason in resolved.reasons:
-            logger.info(reason)
-        self.tokenizer = _load_tokenizer(path)
-        self.engine = Engine(path, info.config, resolved)
-        plan = self.engine.plan
-        self.max_model_len = plan.max_model_len
-        self.scheduler = Scheduler(
-            self.engine,
-            CACHES[resolved.cache](plan.num_pages, resolved.page_size),
-            Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
-            policy=resolved.schedule_policy,
-            overlap=resolved.overlap,
-        )
-        eos = info.eos_token_ids  # all sources count
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos |= {self.tokenizer.eos_token_id}
-        self._builder = RequestBuilder(info, self.tokenizer, _inside(eos, info.config.vocab_size))
+        self.tokenizer = load_tokenizer(path)
+        self.scheduler, self.engine, _ = build_scheduler(path, info, self.config)
+        self.max_model_len = self.engine.plan.max_model_len
+        self._builder = RequestBuilder.of(info, self.tokenizer)
         self._sequences: dict[int, Sequence] = {}
         self._next_uid = 0
         self._closed = False
@@ -207,47 +188,52 @@ class LLM:
                 self.scheduler.check(len(ids))
                 rest = self.max_model_len - len(ids)
                 complete = self._builder.params(one, rest if fill_context else 16)
-                made.append(self._builder.build(self._next_uid, ids, complete, rank, salt))
+                submit = self._builder.submit(self._next_uid, ids, complete, rank, salt)
+                made.append(make_reqs(submit))
                 self._next_uid += len(made[-1])
         return made
 
     def _run(
         self, prompts: SequenceOf[str | list[int]], made: list[list[Req]], use_tqdm: bool
     ) -> list[RequestOutput]:
-        groups = [[Sequence(req, self.tokenizer) for req in reqs] for reqs in made]
+        groups = [[Sequence.of(req, self.tokenizer) for req in group] for group in made]
         live = [sequence for group in groups for sequence in group]
+        reqs = [req for group in made for req in group]
         try:
-            self._submit(live)
-            with Progress([sequence.req.uid for sequence in live], use_tqdm) as progress:
+            self._submit(reqs, live)
+            with Progress(reqs, use_tqdm) as progress:
                 for sequence in live:
                     while sequence.finish_reason is None:
                         self._step(progress)
         finally:
             self._forget(live)
-        return [self._result(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+        return [
+            self._result(prompt, first, group)
+            for prompt, (first, *_), group in zip(prompts, made, groups, strict=True)
+        ]
 
     def _stream(self, reqs: list[Req]) -> Iterator[StreamChunk]:
         # Queued in here: a generator that is closed before its first chunk runs no `finally`.
-        [sequence] = [Sequence(req, self.tokenizer) for req in reqs]
+        [sequence] = [Sequence.of(req, self.tokenizer) for req in reqs]
         try:
-            self._submit([sequence])
+            self._submit(reqs, [sequence])
             while True:
-                chunk = sequence.chunk()
-                if chunk is not None:
-                    yield chunk
-                    if chunk.finish_reason is not None:
+                piece = sequence.take()
+                if piece is not None:
+                    yield StreamChunk(piece.text, piece.token_ids, piece.finish_reason)
+                    if piece.finish_reason is not None:
                         return
                 else:
                     self._step()
         finally:
             self._forget([sequence])
 
-    def _submit(self, sequences: list[Sequence]) -> None:
+    def _submit(self, reqs: list[Req], sequences: list[Sequence]) -> None:
         self._check_open()
         with hold_interrupts():
-            for sequence in sequences:
-                self._sequences[sequence.req.uid] = sequence
-                self.scheduler.add(sequence.req)
+            for req, sequence in zip(reqs, sequences, strict=True):
+                self._sequences[req.uid] = sequence
+                self.scheduler.add(req)
 
     def _step(self, progress: Progress | None = None) -> None:
         """One step of the scheduler, whoever's requests it runs."""
@@ -262,52 +248,35 @@ class LLM:
                     self.scheduler.abort(update.uid, "stop")
             if progress is not None:  # last: its output may fail, and others' updates are in
                 for update in updates:
-                    progress.update(update, self._sequences)
+                    progress.update(update)
 
     def _forget(self, sequences: list[Sequence]) -> None:
         with hold_interrupts():
             for sequence in sequences:
                 if sequence.finish_reason is None:  # an interrupt or error: give the pages back
-                    self.scheduler.abort(sequence.req.uid)
-                self._sequences.pop(sequence.req.uid, None)
+                    self.scheduler.abort(sequence.uid)
+                self._sequences.pop(sequence.uid, None)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this LLM was closed: make a new one")
 
-    def _result(self, prompt: str | list[int], group: list[Sequence]) -> RequestOutput:
-        first = group[0]
+    def _result(self, prompt: str | list[int], first: Req, group: list[Sequence]) -> RequestOutput:
         prompt_logprobs = None
-        if first.req.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *first.prompt_logprobs]
+        if first.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *group[0].prompt_logprobs]
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=first.req.token_ids[: first.req.prompt_len],
+            prompt_token_ids=first.token_ids[: first.prompt_len],
             outputs=[sequence.output() for sequence in group],
-            num_cached_tokens=first.req.num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 
 
-def _engine_config(config: dict[str, Any]) -> EngineConfig:
+def engine_config(config: dict[str, Any]) -> EngineConfig:
     known = EngineConfig.__dataclass_fields__
     unknown = [name for name in config if name not in known]
     if unknown:
-        raise ConfigError(f"LLM has no option {unknown[0]!r}; it takes: {', '.join(known)}")
+        raise ConfigError(f"The engine has no option {unknown[0]!r}; it takes: {', '.join(known)}")
     return EngineConfig(**config)
-
-
-def _inside(eos: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The EOS ids that the model can produce; others are said to be there, once."""
-    outside = sorted(token for token in eos if token >= vocab_size)
-    if outside:
-        logger.warning("EOS ids %s are outside the vocabulary of %d", outside, vocab_size)
-    return eos - set(outside)
-
-
-def _load_tokenizer(path: str) -> Tokenizer | None:
-    try:
-        return Tokenizer.load(path)
-    except ModelNotFoundError as error:  # token ids work without one
-        logger.warning("%s", error)
-        return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from tqdm import tqdm
 
+from minisgl.core import Req
 from minisgl.scheduler import Update
-
-from .sequence import Sequence
 
 __all__ = ["Progress"]
 
@@ -17,20 +16,20 @@ __all__ = ["Progress"]
 class Progress:
     """Counts finished sequences, with prefill and decode tokens per second beside them."""
 
-    def __init__(self, uids: Collection[int], shown: bool) -> None:
-        self._uids = frozenset(uids)
+    def __init__(self, reqs: Collection[Req], shown: bool) -> None:
+        self._reqs = {req.uid: req for req in reqs}
         self._bar = tqdm(
-            total=len(uids), desc="Generating", disable=not shown, dynamic_ncols=True, unit="seq"
+            total=len(reqs), desc="Generating", disable=not shown, dynamic_ncols=True, unit="seq"
         )
         self._start = time.perf_counter()
         self._prompt_tokens = 0
         self._output_tokens = 0
 
-    def update(self, update: Update, sequences: Mapping[int, Sequence]) -> None:
-        """Take one update of the scheduler into account, if it is of these sequences."""
-        if update.uid not in self._uids:
+    def update(self, update: Update) -> None:
+        """Take one update of the scheduler into account, if it is of these requests."""
+        req = self._reqs.get(update.uid)
+        if req is None:
             return
-        req = sequences[update.uid].req
         if update.token_id is not None:
             self._output_tokens += 1
             if len(req.token_ids) == req.prompt_len + 1:

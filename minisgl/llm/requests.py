@@ -6,13 +6,15 @@ import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from minisgl.core import Req, SamplingParams
-from minisgl.errors import InvalidRequestError
+from minisgl.core import SamplingParams
+from minisgl.errors import InvalidRequestError, ModelNotFoundError
+from minisgl.message import Submit
 from minisgl.models import ModelInfo
 from minisgl.tokenizer import Tokenizer
+from minisgl.utils.logger import get_logger
 
 __all__ = [
     "Params",
@@ -21,10 +23,13 @@ __all__ = [
     "RequestBuilder",
     "as_prompt_list",
     "cache_salts",
+    "load_tokenizer",
     "naming_prompt",
     "params_list",
     "priorities",
 ]
+
+logger = get_logger(__name__)
 
 Prompt = str | list[int]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
@@ -117,6 +122,15 @@ def _ids(item: object) -> list[int]:
     return list(item)
 
 
+def load_tokenizer(path: str) -> Tokenizer | None:
+    """The model's tokenizer; None, which is logged, if it has none: token ids work without."""
+    try:
+        return Tokenizer.load(path)
+    except ModelNotFoundError as error:
+        logger.warning("%s", error)
+        return None
+
+
 @dataclass(frozen=True)
 class RequestBuilder:
     """Checks a prompt and its parameters against the model and makes the engine's requests."""
@@ -124,6 +138,18 @@ class RequestBuilder:
     info: ModelInfo
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
+    """Of all sources, those that the model can produce."""
+
+    @classmethod
+    def of(cls, info: ModelInfo, tokenizer: Tokenizer | None) -> RequestBuilder:
+        """The builder for a model; EOS ids outside its vocabulary are said to be there, once."""
+        eos, size = info.eos_token_ids, info.config.vocab_size
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos |= {tokenizer.eos_token_id}
+        outside = sorted(token for token in eos if token >= size)
+        if outside:
+            logger.warning("EOS ids %s are outside the vocabulary of %d", outside, size)
+        return cls(info, tokenizer, eos - set(outside))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked to be in the vocabulary."""
@@ -151,32 +177,26 @@ class RequestBuilder:
             )
         return params.resolve_defaults(self.info.generation_defaults, max_tokens=default_max_tokens)
 
-    def build(
+    def submit(
         self,
         first_uid: int,
         token_ids: list[int],
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> list[Req]:
-        """The `n` requests of a prompt, with consecutive uids; `params` are complete."""
-        assert params.max_tokens is not None
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+    ) -> Submit:
+        """What the scheduler needs of a prompt; its `n` sequences get consecutive uids.
+
+        `params` are complete. Without a seed in them one is drawn.
+        """
         stop_ids = frozenset(params.stop_token_ids)
-        others = replace(params, prompt_logprobs=None)  # the first sequence scores the prompt
-        return [
-            Req(
-                uid=first_uid + choice,
-                token_ids=list(token_ids),
-                prompt_len=len(token_ids),
-                params=others if choice else params,
-                max_len=len(token_ids) + params.max_tokens,
-                seed=seed,
-                choice=choice,
-                stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_ids,
-                eos_ids=self.eos_ids,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            for choice in range(params.n)
-        ]
+        return Submit(
+            first_uid=first_uid,
+            token_ids=token_ids,
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            stop_ids=sorted(stop_ids if params.ignore_eos else stop_ids | self.eos_ids),
+            eos_ids=sorted(self.eos_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+        )

@@ -8,6 +8,7 @@ many short ones share a step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -166,6 +167,7 @@ class Planner:
             self._stats.num_hit_tokens += match.num_tokens
             if not req.retracted:  # else it may read what it computed itself
                 req.num_cached_tokens = match.num_tokens
+                req.started_s = time.monotonic()
             self._take_chunk(req, plan)
             plan.reserved_pages += self._missing_pages(req)
 

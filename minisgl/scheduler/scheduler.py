@@ -103,6 +103,16 @@ class Scheduler:
         """Requests that hold neither."""
         return len(self._queue)
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return self._cache.num_pages
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages that can't be had without ending a request: neither free nor only cached."""
+        return self._cache.num_pages - self._cache.num_available_pages
+
     def check(self, prompt_len: int) -> None:
         """Raise `InvalidRequestError` for a prompt that no state of the queues could serve."""
         limit = min(self._limits.max_model_len, self._cache.capacity_tokens)

@@ -1,0 +1,44 @@
+"""A scheduler with its engine and cache, from a configuration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minisgl.config import EngineConfig, ResolvedConfig, resolve
+from minisgl.engine import Engine
+from minisgl.kvcache import CACHES
+from minisgl.models import ModelInfo
+from minisgl.utils.hardware import Hardware
+from minisgl.utils.logger import get_logger
+
+from .planner import Limits
+from .scheduler import Scheduler
+
+__all__ = ["Built", "build_scheduler"]
+
+logger = get_logger(__name__)
+
+
+class Built(NamedTuple):
+    """What runs requests on this machine."""
+
+    scheduler: Scheduler
+    engine: Engine
+    config: ResolvedConfig
+
+
+def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
+    """Load the model at `path`, described by `info`; the reasons of what was chosen are logged."""
+    resolved = resolve(config, Hardware.detect(), info.facts())
+    for reason in resolved.reasons:
+        logger.info(reason)
+    engine = Engine(path, info.config, resolved)
+    plan = engine.plan
+    scheduler = Scheduler(
+        engine,
+        CACHES[resolved.cache](plan.num_pages, resolved.page_size),
+        Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
+        policy=resolved.schedule_policy,
+        overlap=resolved.overlap,
+    )
+    return Built(scheduler, engine, resolved)

@@ -1,0 +1,201 @@
+"""The engine's text side: prompts to ids, steps to text. In threads, or in processes.
+
+Both ways answer the same calls. A request goes to the scheduler, and its end is asked for, by the
+one path that also knows its sequences, so that neither can overtake the other:
+
+    ThreadText    AsyncEngine ──────────────────────────> scheduler ──> receiving thread
+    ProcessText   AsyncEngine ──> worker uid_i ─────────> scheduler ──> the same worker ──> ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from minisgl import errors
+from minisgl.errors import (
+    ChatTemplateError,
+    EngineDeadError,
+    InvalidRequestError,
+    MinisglError,
+)
+from minisgl.message import (
+    Abort,
+    Answer,
+    Decode,
+    Deltas,
+    Encode,
+    EncodeChat,
+    Refusal,
+    StepDone,
+    Submit,
+    ToScheduler,
+    ToTextWorker,
+)
+from minisgl.tokenizer import Tokenizer
+from minisgl.utils.mp import Sender
+
+from .tracker import SequenceTracker
+
+__all__ = ["ProcessText", "TextSide", "ThreadText", "answer", "error_named"]
+
+T = TypeVar("T")
+Question = Encode | EncodeChat | Decode
+
+LONG_TEXT = 1 << 16
+"""Characters. Longer texts are tokenized in a thread of their own: short ones needn't wait."""
+
+
+class TextSide(Protocol):
+    """What `AsyncEngine` needs of it."""
+
+    async def ask(self, question: Question) -> Answer:
+        """Tokenize or detokenize; raises `InvalidRequestError` for what can't be."""
+        ...
+
+    def submit(self, message: Submit) -> None:
+        """Follow the sequences of a prompt and pass it on to the scheduler."""
+        ...
+
+    def abort(self, message: Abort) -> None:
+        """Pass it on to the scheduler."""
+        ...
+
+    def close(self) -> None:
+        """Open questions get `EngineDeadError`."""
+        ...
+
+
+def answer(tokenizer: Tokenizer | None, question: Question) -> Answer:
+    """Do what a question asks for, in the calling thread."""
+    if tokenizer is None:
+        what = "messages" if isinstance(question, EncodeChat) else "text"
+        raise InvalidRequestError(
+            f"the model has no tokenizer and takes no {what}: send token ids", param="prompt"
+        )
+    if isinstance(question, Encode):
+        ids = tokenizer.encode(question.text, add_special_tokens=question.add_special_tokens)
+        return Answer(question.ticket, ids)
+    if isinstance(question, Decode):
+        text = tokenizer.decode(
+            question.token_ids, skip_special_tokens=question.skip_special_tokens
+        )
+        return Answer(question.ticket, text=text)
+    ids = tokenizer.encode_chat(
+        question.messages,
+        add_generation_prompt=question.add_generation_prompt,
+        continue_final_message=question.continue_final_message,
+        tools=question.tools,
+        **_checked(question.template_kwargs),
+    )
+    return Answer(question.ticket, ids)
+
+
+def _checked(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    from minisgl.tokenizer import check_template_kwargs
+
+    check_template_kwargs(template_kwargs or {})
+    return template_kwargs or {}
+
+
+def error_named(kind: str, message: str, param: str | None = None) -> Exception:
+    """An error of `minisgl.errors` by the name it had in another process."""
+    cls: type[MinisglError] | None = getattr(errors, kind) if kind in errors.__all__ else None
+    if cls is None:
+        return EngineDeadError(f"{kind}: {message}")
+    return cls(message, param) if issubclass(cls, InvalidRequestError) else cls(message)
+
+
+class ThreadText:
+    """Tokenizes in a few threads of this process; the library lets go of Python's lock."""
+
+    def __init__(self, tokenizer: Tokenizer | None, scheduler: Sender[ToScheduler]) -> None:
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._tracker = SequenceTracker(
+            tokenizer, lambda uids: scheduler.send(Abort(uids, reason="stop"))
+        )
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="text")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long text")
+
+    async def ask(self, question: Question) -> Answer:
+        """See `TextSide`."""
+        is_long = isinstance(question, Encode) and len(question.text) > LONG_TEXT
+        threads = self._long_texts if is_long else self._threads
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, answer, self._tokenizer, question)
+
+    def submit(self, message: Submit) -> None:
+        """See `TextSide`."""
+        self._tracker.open(message)
+        self._scheduler.send(message)
+
+    def abort(self, message: Abort) -> None:
+        """See `TextSide`."""
+        self._scheduler.send(message)
+
+    def on_step(self, message: StepDone) -> Deltas:
+        """A step as text; in the receiving thread."""
+        return Deltas(self._tracker.push(message.updates), message.stats)
+
+    def close(self) -> None:
+        """See `TextSide`."""
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+class ProcessText:
+    """Spreads the work over text workers; a prompt's sequences all belong to one of them."""
+
+    def __init__(self, workers: list[Sender[ToTextWorker]]) -> None:
+        self._workers = workers
+        self._tickets = itertools.count()
+        self._open: dict[int, asyncio.Future[Answer]] = {}
+
+    async def ask(self, question: Question) -> Answer:
+        """See `TextSide`."""
+        ticket = question.ticket = next(self._tickets)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._open[ticket] = future
+        try:
+            self._workers[ticket % len(self._workers)].send(question)
+            return await future
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"The text has a lone surrogate at position {error.start}: that is no character; "
+                "remove it"
+            ) from error
+        except (OverflowError, TypeError, RecursionError) as error:
+            raise ChatTemplateError(f"not plain JSON data: {error}", "messages") from error
+        finally:
+            del self._open[ticket]
+
+    def on_answer(self, message: Answer | Refusal) -> None:
+        """Give an answer to whoever waits for it."""
+        future = self._open.get(message.ticket)
+        if future is None or future.done():  # its caller went away
+            return
+        if isinstance(message, Answer):
+            future.set_result(message)
+        else:
+            future.set_exception(error_named(message.kind, message.message, message.param))
+
+    def submit(self, message: Submit) -> None:
+        """See `TextSide`."""
+        message.route = message.first_uid % len(self._workers)
+        self._workers[message.route].send(message)
+
+    def abort(self, message: Abort) -> None:
+        """See `TextSide`: each worker passes on those of its own sequences."""
+        for worker in self._workers:
+            worker.send(message)
+
+    def close(self) -> None:
+        """See `TextSide`."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(EngineDeadError("the engine was closed"))
+        for worker in self._workers:
+            worker.close()

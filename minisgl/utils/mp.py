@@ -1,0 +1,175 @@
+"""Processes that talk over ZeroMQ: typed one-way sockets, and children that die with their parent.
+
+A `Receiver` binds an address and any number of `Sender`s connect to it. Messages are MessagePack
+by `msgspec`, decoded to the type they are expected to be; nothing is unpickled. Addresses are
+Unix sockets in a folder that only this user may enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from minisgl.errors import ConfigError
+
+__all__ = [
+    "Child",
+    "Receiver",
+    "Sender",
+    "exit_with_parent",
+    "make_socket_folder",
+    "read_spec",
+    "remove_folder",
+]
+
+T = TypeVar("T")
+
+_MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the name of a Unix socket
+
+
+def make_socket_folder() -> str:
+    """A new folder (mode 0700) for the sockets of one engine."""
+    folder = tempfile.mkdtemp(prefix="minisgl-")
+    if len(os.fsencode(folder)) + 32 > _MAX_SOCKET_PATH:
+        remove_folder(folder)
+        raise ConfigError(f"the folder for temporary files, {folder!r}, is too long: set TMPDIR")
+    return folder
+
+
+def remove_folder(folder: str) -> None:
+    """Remove it and the sockets in it; no error if it is gone."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Sender(Generic[T]):
+    """Sends messages to one address; may be shared by threads. Never blocks: what the other side
+    has not read waits in memory."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = _socket(zmq.PUSH)
+        self._socket.connect(f"ipc://{address}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()  # a ZeroMQ socket belongs to one thread at a time
+
+    def send(self, message: T) -> None:
+        """Queue a message; one to a process that is gone is lost."""
+        data = self._encoder.encode(message)
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(data)
+
+    def close(self) -> None:
+        """Close it, giving what was sent a second to leave."""
+        with self._lock:
+            self._socket.close(linger=1000)
+
+
+class Receiver(Generic[T]):
+    """Receives the messages that are sent to an address, in one thread."""
+
+    def __init__(self, address: str, kind: Any) -> None:
+        self._socket = _socket(zmq.PULL)
+        self._socket.bind(f"ipc://{address}")
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+
+    def receive(self, *, wait: bool) -> list[T]:
+        """All messages that are there; with `wait`, at least one."""
+        messages: list[T] = []
+        flags = 0 if wait else zmq.NOBLOCK
+        while True:
+            try:
+                data = self._socket.recv(flags)
+            except zmq.Again:
+                return messages
+            messages.append(self._decoder.decode(data))
+            flags = zmq.NOBLOCK
+
+    def close(self) -> None:
+        """Close it and remove the socket's file."""
+        self._socket.close(linger=0)
+
+
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a slow reader must not block a writer
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
+class Child:
+    """A Python module run as a process of its own, `python -m module`.
+
+    It gets its arguments as one JSON line on stdin, which then stays open: when it ends, because
+    the parent closed it or died in whatever way, so does the child. `on_exit` is called, in a
+    thread, with the exit code (negative: the signal that killed it).
+    """
+
+    def __init__(
+        self, module: str, spec: msgspec.Struct, on_exit: Callable[[Child, int], None]
+    ) -> None:
+        self.module = module
+        self._on_exit = on_exit
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=sys.__stderr__ if sys.__stderr__ is not None else subprocess.DEVNULL,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died already: `on_exit` tells
+            self._process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            self._process.stdin.flush()
+        self._watcher = threading.Thread(target=self._watch, name=f"watch {module}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def _watch(self) -> None:
+        self._on_exit(self, self._process.wait())
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Let it end by closing its stdin; kill it if it takes longer. Waits for its end."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died already
+            self._process.stdin.close()
+        self._watcher.join(timeout_s)
+        if self._watcher.is_alive():
+            self._process.kill()
+            self._watcher.join()
+
+
+def read_spec(kind: type[T]) -> T:
+    """In a `Child`'s main: its arguments."""
+    return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+
+
+def exit_with_parent(folder: str) -> None:
+    """In a `Child`'s main, after `read_spec`: end this process when the parent closes its stdin.
+
+    Ctrl-C and a service manager's SIGTERM reach the whole group of processes, and how requests
+    end is the parent's to say: both are ignored here. `folder`, that of the sockets, is removed
+    for a parent that can't do it any more.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        remove_folder(folder)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
