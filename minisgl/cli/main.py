@@ -12,12 +12,12 @@ from minisgl import __version__
 from minisgl.errors import MinisglError
 from minisgl.utils.logger import configure_logging
 
-from . import bench, chat, generate, inspect
+from . import bench, chat, generate, inspect, serve
 from .flags import Parser
 
 __all__ = ["main"]
 
-_COMMANDS = (generate, chat, inspect, bench)
+_COMMANDS = (serve, chat, generate, bench, inspect)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,25 +27,35 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         metavar="COMMAND", required=True, dest="command", parser_class=Parser
     )
+    for command in _COMMANDS:
+        command.add_parser(commands, _common_flags(getattr(command, "LOG_LEVEL", "warning")))
+    return parser
+
+
+def _common_flags(log_level: str) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show stack traces of errors")
     common.add_argument(
         "--log-level",
-        default="warning",
+        default=log_level,
         choices=("debug", "info", "warning", "error"),
         help="what to log on stderr",
     )
-    for command in _COMMANDS:
-        command.add_parser(commands, common)
-    return parser
+    return common
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (a fault of ours), 2 (a user's), 130."""
-    arguments = build_parser().parse_args(argv)
+    """Run one command; returns the exit code: 0, 1 (a fault of ours), 2 (a user's), 130.
+
+    Flags without a command, as in `minisgl --model M`, serve.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
+        given.insert(0, "serve")
+    arguments = build_parser().parse_args(given)
     configure_logging(arguments.log_level)
     try:
-        arguments.run(arguments)
+        code: int | None = arguments.run(arguments)
     except MinisglError as error:
         return _fail(arguments, str(error), 2)
     except KeyboardInterrupt:
@@ -56,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         kind = type(error).__name__
         return _fail(arguments, f"{kind}: {error}; --debug shows where it came from", 1)
-    return 0
+    return code or 0
 
 
 def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:

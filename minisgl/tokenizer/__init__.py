@@ -8,7 +8,8 @@ processes. Needs neither torch nor, for a model that has a `tokenizer.json`, tra
 Invariant: the deltas of a detokenizer, joined, are `Tokenizer.decode` of all its ids; and what
 a stop checker emits, joined, is the text up to the first stop string.
 
-Read next: `tokenizer.py`, then `detokenize.py` and `stop.py`, then `chat_template.py`;
+Read next: `tokenizer.py`, then `detokenize.py` and `stop.py`, then `chat_template.py` with
+`renderer.py`, which runs templates in processes of their own (`render_worker.py`);
 `folder.py` and `gguf.py` hold the two file formats.
 """
 
@@ -21,6 +22,7 @@ from ..utils.lazy import lazy_exports
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate, check_template_kwargs
     from .detokenize import IncrementalDetokenizer
+    from .renderer import TemplateRenderer
     from .stop import StopResult, StopStringChecker
     from .tokenizer import Tokenizer
 
@@ -30,6 +32,7 @@ _EXPORTS = {
     "IncrementalDetokenizer": "detokenize",
     "StopResult": "stop",
     "StopStringChecker": "stop",
+    "TemplateRenderer": "renderer",
     "Tokenizer": "tokenizer",
 }
 
@@ -38,6 +41,7 @@ __all__ = [
     "IncrementalDetokenizer",
     "StopResult",
     "StopStringChecker",
+    "TemplateRenderer",
     "Tokenizer",
     "check_template_kwargs",
 ]

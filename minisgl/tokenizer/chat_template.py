@@ -5,14 +5,15 @@ and sees plain data only. Its environment is the one that templates are written 
 Face, "chat templating"): block tags eat the white space around them, loops have `break` and
 `continue`, and there are `raise_exception`, `strftime_now`, a `tojson` that leaves `<` and `&`
 alone, and `{% generation %}`, which marks text for training and does nothing here. A template
-may loop for long: whoever serves strangers renders in a process that can be killed.
+may loop for long: whoever serves strangers has it rendered by `renderer.py`, in a process that
+can be killed.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -26,7 +27,10 @@ from ..errors import ChatTemplateError
 from .messages import checked_messages, checked_tools, plain_data
 from .parts import TOKEN_NAMES
 
-__all__ = ["ChatTemplate", "check_template_kwargs"]
+__all__ = ["ChatTemplate", "RunTemplate", "check_template_kwargs", "run_template"]
+
+RunTemplate = Callable[[str, dict[str, Any]], str]
+"""Renders a template's source with its variables, which are plain data; see `run_template`."""
 
 _RESERVED = frozenset(
     {
@@ -57,19 +61,6 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
 
-    @functools.cached_property
-    def _compiled(self) -> jinja2.Template:
-        try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"The model's chat template is not valid Jinja, line {error.lineno}: "
-                f"{error.message}",
-                "messages",
-            ) from error
-        except RecursionError as error:
-            raise ChatTemplateError("The model's chat template is nested too deeply") from error
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -78,13 +69,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        run: RunTemplate | None = None,
     ) -> str:
         """The prompt for `messages`, each a dict with `role` and `content`.
 
         `add_generation_prompt` appends the head of the answer (default: unless
         `continue_final_message`). `continue_final_message` ends the prompt right after the
         final message's text, for the model to go on with it. `template_kwargs` are further
-        variables of the template, for example `enable_thinking`.
+        variables of the template, for example `enable_thinking`. `run` runs the template's code
+        (default: `run_template`, in this process).
 
         Raises ChatTemplateError for messages that are malformed (naming the index), for
         variables that may not be set, and with the template's own words when it fails.
@@ -100,7 +93,8 @@ class ChatTemplate:
         check_template_kwargs(variables)
         conversation = checked_messages(messages)
         final = _mark_final_message(conversation) if continue_final_message else ""
-        text = self._run(
+        text = (run or run_template)(
+            self.source,
             {
                 "documents": None,
                 **self._special_tokens,
@@ -108,25 +102,46 @@ class ChatTemplate:
                 "messages": conversation,
                 "tools": checked_tools(tools),
                 "add_generation_prompt": add_generation_prompt,
-            }
+            },
         )
         return _cut_at_mark(text, final) if continue_final_message else text
 
-    def _run(self, variables: dict[str, Any]) -> str:
-        template = self._compiled
-        try:
-            return template.render(variables)
-        except ChatTemplateError:
-            raise
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                f"The chat template refused the messages: {error.message or error}", "messages"
-            ) from error
-        except Exception as error:  # a template is a program: any operation in it may fail
-            raise ChatTemplateError(
-                f"The chat template failed on these messages ({type(error).__name__}): {error}",
-                "messages",
-            ) from error
+
+def run_template(source: str, variables: dict[str, Any]) -> str:
+    """The text of a template; nothing but this runs code that is not the engine's own.
+
+    Raises ChatTemplateError if the template is not valid, refuses the messages or fails.
+    """
+    template = _compile(source)
+    try:
+        return template.render(variables)
+    except ChatTemplateError:
+        raise
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(
+            f"The chat template refused the messages: {error.message or error}", "messages"
+        ) from error
+    except Exception as error:  # a template is a program: any operation in it may fail
+        raise ChatTemplateError(
+            f"The chat template failed on these messages ({type(error).__name__}): {error}",
+            "messages",
+        ) from error
+
+
+@functools.lru_cache(maxsize=8)  # a model has one or two
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"The model's chat template is not valid Jinja, line {error.lineno}: {error.message}",
+            "messages",
+        ) from error
+    except Exception as error:  # for example nested too deeply for Jinja or for Python
+        raise ChatTemplateError(
+            f"The model's chat template can't be compiled ({type(error).__name__}): {error}",
+            "messages",
+        ) from error
 
 
 def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:

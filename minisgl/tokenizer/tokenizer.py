@@ -6,9 +6,10 @@ safe to share between threads: nothing changes after loading but caches.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ChatTemplateError, CheckpointError, InvalidRequestError, ModelNotFoundError
@@ -17,6 +18,7 @@ from .parts import TokenizerParts
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
+    from .renderer import TemplateRenderer
 
 __all__ = ["Tokenizer"]
 
@@ -39,7 +41,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._templates = dict(parts.templates)
-        self._compiled: dict[str, ChatTemplate] = {}
+        self._chat_templates: dict[str, ChatTemplate] = {}
+        self._renderer: TemplateRenderer | None = None
         self._pieces = TokenPieces(backend, self.special_ids)
 
     @classmethod
@@ -124,6 +127,14 @@ class Tokenizer:
         """The bytes a token adds in the middle of a text; empty for an id that is no token."""
         return self._pieces.raw_bytes(token_id)
 
+    def render_with(self, renderer: TemplateRenderer | None) -> None:
+        """From now on render chat templates by `renderer`; None means in this process.
+
+        For whoever serves strangers, whose messages may make a template run for ever. The
+        renderer stays the caller's to close.
+        """
+        self._renderer = renderer
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -136,9 +147,14 @@ class Tokenizer:
     ) -> str:
         """The prompt text for `messages`; see `ChatTemplate.render` for the parameters.
 
-        Raises ChatTemplateError if the model has no template, or it can't render the messages.
+        Raises ChatTemplateError if the model has no template, or it can't render the messages;
+        and what `TemplateRenderer.render` does, if there is one.
         """
-        return self._template(tools is not None).render(
+        template = self._template(tools is not None)
+        render: Callable[..., str] = template.render
+        if self._renderer is not None:
+            render = functools.partial(self._renderer.render, template)
+        return render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -204,11 +220,11 @@ class Tokenizer:
                 "chat_template.jinja to the model's folder",
                 "messages",
             )
-        if name not in self._compiled:
+        if name not in self._chat_templates:
             from .chat_template import ChatTemplate  # jinja2 is only for chat
 
-            self._compiled[name] = ChatTemplate(self._templates[name], self.special_tokens)
-        return self._compiled[name]
+            self._chat_templates[name] = ChatTemplate(self._templates[name], self.special_tokens)
+        return self._chat_templates[name]
 
 
 def _is_gguf(path: str) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+from datetime import datetime, timezone
 
-__all__ = ["configure_logging", "get_logger", "log_once"]
+__all__ = ["JsonFormatter", "configure_logging", "get_logger", "log_once"]
+
+_HANDLER = "minisgl console"
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -13,14 +18,47 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("minisgl") else f"minisgl.{name}")
 
 
-def configure_logging(level: str = "WARNING") -> None:
-    """Send the package's log lines to stderr; for programs, not for libraries' users."""
+def configure_logging(level: str = "WARNING", form: str = "text") -> None:
+    """Send the package's log lines to stderr; for programs, not for libraries' users.
+
+    `form` is `"text"` or `"json"` (one object a line, see `JsonFormatter`). A later call may
+    change level and form; a handler that someone else added is left as it is.
+    """
     root = logging.getLogger("minisgl")
     if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)
+        console = logging.StreamHandler()
+        console.set_name(_HANDLER)
+        root.addHandler(console)
+    formatter = JsonFormatter() if form == "json" else logging.Formatter(_TEXT_FORMAT)
+    for handler in root.handlers:
+        if handler.get_name() == _HANDLER:
+            handler.setFormatter(formatter)
     root.setLevel(level.upper())
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: `time` (ISO 8601, UTC), `level`, `logger`, `message`, and
+    whatever the call gave as `extra`; `exception` holds a stack trace if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        time = datetime.fromtimestamp(record.created, timezone.utc)
+        entry: dict[str, object] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in record.__dict__.items():
+            if name not in _RECORD_FIELDS:
+                entry.setdefault(name, value)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+# What a record has without any `extra`; the last two are added by formatters, or by Python 3.12.
+_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 @functools.cache

@@ -1,0 +1,47 @@
+"""`minisgl serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from typing import Any
+
+from minisgl.config import EngineConfig
+from minisgl.server.config import ServerConfig
+from minisgl.utils.logger import configure_logging
+
+from .flags import add_flags, from_flags
+
+__all__ = ["API_KEY_VARIABLE", "LOG_LEVEL", "add_parser"]
+
+LOG_LEVEL = "info"
+"""A server says what it does."""
+API_KEY_VARIABLE = "MINISGL_API_KEY"
+
+
+def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add this command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="serve a model over HTTP, as OpenAI's API",
+        description="Serve a model over HTTP. SIGTERM or Ctrl-C ends it when live requests have "
+        "finished. /docs on the server describes its API.",
+    )
+    parser.add_argument("--model", required=True, help="folder, .gguf file, hub id, or smollm2")
+    add_flags(parser, ServerConfig, "server")
+    add_flags(parser, EngineConfig, "engine")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to end; returns the exit code."""
+    config, options = from_flags(EngineConfig, arguments), from_flags(ServerConfig, arguments)
+    if options.api_key is None:
+        options = replace(options, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+    configure_logging(arguments.log_level, options.log_format)
+
+    from minisgl.server.serve import serve
+
+    return serve(arguments.model, config, options)

@@ -1,0 +1,121 @@
+"""Strict JSON bodies: what RFC 8259 does not have, or no parameter can hold, is a 400.
+
+`StrictRoute` goes under FastAPI's ordinary body parameters, so that `/openapi.json` stays true:
+`APIRouter(route_class=StrictRoute)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from .errors import ApiError, ErrorBody, shorten
+
+__all__ = ["StrictRoute", "parse_json"]
+
+MAX_DEPTH = 64
+"""Objects and lists in each other; deeper ones would exhaust a recursion further on."""
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises a 400 `ApiError` for anything else: NaN and infinities, numbers too large for a float
+    or 64 bits, lone surrogates, nesting deeper than `MAX_DEPTH`.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.ValidationError as error:  # its subject is a number in valid JSON
+        raise ApiError(400, f"the body has a number that is too large: {error}") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}") from None
+    _check_values(value)
+    return value
+
+
+def _check_values(value: Any) -> None:
+    """Bound the depth and the integers of a parsed value, level by level."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is dict:
+                below += item.values()
+            elif kind is list:
+                below += item
+            elif kind is int and not -(2**63) <= item < 2**64:
+                raise ApiError(400, f"the body has a number beyond 64 bits: {shorten(item)}")
+        if not below:
+            return
+        level = below
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body nests objects and lists more than {MAX_DEPTH} deep")
+
+
+class _StrictRequest(Request):
+    """A request whose `json()` was parsed ahead.
+
+    Ahead, because FastAPI turns what `json()` raises into an error that no longer says why.
+    """
+
+    _value: Any = None
+
+    async def parse(self) -> None:
+        """Read and parse the body, if there is one."""
+        try:
+            body = await self.body()
+        except ClientDisconnect:
+            raise ApiError(400, "the connection closed before the end of the body") from None
+        if body:
+            self._value = parse_json(body)  # first: its faults say more than the header's
+            self._check_content_type()
+
+    def _check_content_type(self) -> None:
+        # Not only for form's sake: a page on the web can make a browser send JSON to this
+        # machine under other types, or none, without asking; for this one it must ask first.
+        given = self.headers.get("content-type", "")
+        media = given.partition(";")[0].strip().lower()
+        is_json = media.startswith("application/") and media.endswith(("/json", "+json"))
+        if not is_json:
+            raise ApiError(
+                415,
+                f"Content-Type = {shorten(given)}: send the body as application/json",
+            )
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON body, if it takes one, is read strictly."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        errors = {status: {"model": ErrorBody} for status in ("4XX", "5XX")}
+        options["responses"] = {**errors, **(options.get("responses") or {})}
+        super().__init__(path, endpoint, **options)
+
+    def get_route_handler(self) -> Handler:
+        """FastAPI's handler, given a request that is parsed already."""
+        handler = super().get_route_handler()
+        if self.body_field is None:
+            return handler
+
+        async def handle(request: Request) -> Response:
+            strict = _StrictRequest(request.scope, request.receive)
+            await strict.parse()
+            return await handler(strict)
+
+        return handle

@@ -1,0 +1,229 @@
+"""SGLang's native API, for its benchmark and its router.
+
+    /generate ──> NativeCall ──> Answer, one a sequence ──> everything so far, also in a stream
+
+That a stream repeats the text from its begin is the format: a long answer takes time quadratic
+in its length, where `/v1/completions` takes linear.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
+
+from minisgl import __version__
+from minisgl.errors import InvalidRequestError
+from minisgl.llm.requests import naming_prompt
+
+from .context import ServerContext
+from .errors import check_model
+from .generation import Generation
+from .jsonbody import StrictRoute
+from .logprobs import TokenTexts
+from .native_answer import Answer
+from .native_protocol import AbortRequest, GenerateRequest
+from .openai import read_request_id
+from .openai_call import merged
+from .sse import CallResponse
+
+__all__ = ["router"]
+
+
+class Aborted(TypedDict):
+    """How many sequences were ended."""
+
+    aborted: int
+
+
+class ModelDescription(TypedDict):
+    """The model that is served."""
+
+    model_path: str
+    """Its served name: where its files are is nobody's business."""
+    tokenizer_path: str | None
+    """The same; null for a model without tokenizer."""
+    is_generation: bool
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    has_image_understanding: bool
+    has_audio_understanding: bool
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(route_class=StrictRoute, tags=["SGLang"])
+    _add_generation(routes, context)
+    _add_information(routes, context)
+    return routes
+
+
+def _add_generation(routes: APIRouter, context: ServerContext) -> None:
+    @routes.post("/generate", response_model=None)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Go on with one prompt or several.
+
+        Answers `{"text", "output_ids", "meta_info"}`, or a list of them for a list of prompts
+        or `n` above 1; with `stream`, events of one such object each, with all there is so far,
+        then `[DONE]`. In a stream of several, `index` says whose it is.
+        """
+        request_id = read_request_id(request)
+        return CallResponse(lambda: _start(context, body, request_id))
+
+    @routes.post("/abort_request")
+    async def abort_request(body: AbortRequest) -> Aborted:
+        """End a request, or all; one that is not there is no error."""
+        return {"aborted": context.engine.abort(None if body.abort_all else body.rid)}
+
+
+def _add_information(routes: APIRouter, context: ServerContext) -> None:
+    @routes.get("/model_info")
+    @routes.get("/get_model_info")
+    async def model_info() -> ModelDescription:
+        """The model that is served."""
+        context.state.require_ready()
+        return _model_info(context)
+
+    @routes.get("/server_info")
+    @routes.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        """The engine's options, what became of them, and its load."""
+        context.state.require_ready()
+        return _server_info(context)
+
+    @routes.get("/flush_cache", response_class=PlainTextResponse)
+    @routes.post("/flush_cache", response_class=PlainTextResponse)
+    async def flush_cache() -> str:
+        """Forget the cached prefixes that no running request reads."""
+        context.state.require_ready()
+        return f"Cache flushed: {await context.engine.flush_cache()} pages freed.\n"
+
+
+# -- information -----------------------------------------------------------------------------
+
+
+def _model_info(context: ServerContext) -> ModelDescription:
+    return {
+        "model_path": context.model_name,
+        "tokenizer_path": None if context.engine.tokenizer is None else context.model_name,
+        "is_generation": True,
+        "max_model_len": context.engine.ready.max_model_len,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+
+
+def _server_info(context: ServerContext) -> dict[str, Any]:
+    engine, stats = context.engine, context.engine.stats
+    load = {
+        "num_running_reqs": 0 if stats is None else stats.num_running,
+        "num_waiting_reqs": 0 if stats is None else stats.num_waiting,
+        "token_usage": 0.0 if stats is None else stats.kv_cache_usage,
+    }
+    return {
+        **vars(engine.config),
+        **msgspec.structs.asdict(engine.ready),  # what "auto" and None became
+        **_model_info(context),
+        "served_model_name": context.model_name,
+        "version": __version__,
+        "tp_size": engine.config.tp,
+        "dp_size": 1,
+        "max_total_num_tokens": engine.ready.capacity_tokens,
+        "internal_states": [load],
+    }
+
+
+# -- generation ------------------------------------------------------------------------------
+
+
+async def _start(
+    context: ServerContext, body: GenerateRequest, request_id: str | None
+) -> NativeCall:
+    """Check and submit a request; `request_id` is its name unless it has a `rid`."""
+    context.state.require_ready()
+    check_model(body.model, context.model_name)
+    params = body.params(context.config.max_n)
+    prompts = body.prompts()
+    options: dict[str, Any] = {"priority": body.priority, "cache_salt": body.extra_key}
+    try:
+        ids = []
+        for index, prompt in enumerate(prompts):
+            with naming_prompt(index, len(prompts)):
+                ids.append(await context.engine.encode(prompt))
+        if not isinstance(body.rid, list):
+            name = body.rid or request_id or secrets.token_hex(16)
+            made = context.engine.submit(ids, params, request_id=name, **options)
+            return NativeCall(name, body, made, context)
+        made = []
+        try:
+            for name, prompt, one in zip(body.rid, ids, params, strict=True):
+                made += context.engine.submit([prompt], one, request_id=name, **options)
+        except Exception:
+            for generation in made:
+                generation.abort()
+            raise
+        return NativeCall(body.rid[0], body, made, context)
+    except InvalidRequestError as error:
+        if error.param == "prompt":  # which is called otherwise here
+            error.param = body.field
+        raise
+
+
+class NativeCall:
+    """A submitted request; see `sse.Call`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        body: GenerateRequest,
+        generations: Sequence[Generation],
+        context: ServerContext,
+    ) -> None:
+        self.request_id = request_id
+        self.stream = body.stream
+        self._is_list = body.is_list
+        self._generations = generations
+        texts = TokenTexts(context.engine.tokenizer)
+        sequences = [(one, choice) for one in generations for choice in range(one.params.n)]
+        self._answers = {
+            generation.first_uid + choice: Answer(
+                generation, body, texts, index if body.is_list and body.stream else None
+            )
+            for index, (generation, choice) in enumerate(sequences)
+        }
+
+    async def __aenter__(self) -> NativeCall:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for generation in self._generations:
+            generation.abort()
+
+    async def response(self) -> Any:
+        """The whole answer, or all of them."""
+        async with aclosing(merged(self._generations)) as arrivals:
+            async for _, deltas in arrivals:
+                for delta in deltas:
+                    self._answers[delta.uid].add(delta)
+        answers = [answer.so_far() for answer in self._answers.values()]
+        return answers if self._is_list else answers[0]
+
+    async def chunks(self) -> AsyncGenerator[list[Any], None]:
+        """The answers that went on, as far as they are; one of each sequence a turn at most."""
+        async with aclosing(merged(self._generations)) as arrivals:
+            async for _, deltas in arrivals:
+                for delta in deltas:
+                    self._answers[delta.uid].add(delta)
+                yield [self._answers[uid].so_far() for uid in dict.fromkeys(d.uid for d in deltas)]

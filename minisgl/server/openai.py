@@ -1,0 +1,221 @@
+"""`/v1/chat/completions` and `/v1/completions`.
+
+    request ──> OpenAIService.chat / .completion ──> OpenAICall ──> response() or chunks()
+                  ready? model? n? parameters?        the generations of the request's prompts,
+                  prompt to ids, submit               a choice for each of their sequences
+
+The service knows nothing of HTTP: whoever has a request object can call it. The routes add the
+headers and, by `CallResponse`, the watch over the client's connection.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from minisgl import __version__
+from minisgl.errors import InvalidRequestError
+from minisgl.llm.requests import naming_prompt
+from minisgl.params import SamplingParams
+
+from .context import ServerContext
+from .errors import ErrorBody, check_model, shorten
+from .generation import Generation
+from .jsonbody import StrictRoute
+from .logprobs import TokenTexts
+from .openai_call import Heading, OpenAICall
+from .protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
+from .responses import ChatChoice, ChatCompletion, Completion, TextChoice, TextOptions
+from .sse import CallResponse
+
+__all__ = ["OpenAIService", "read_request_id", "router"]
+
+MAX_REQUEST_ID = 128
+
+
+class OpenAIService:
+    """Answers the requests of both endpoints, whether they came by HTTP or not.
+
+    The calls return when the request is queued. They raise `InvalidRequestError` and `ApiError`
+    for what can't be served, `BusyError` and `EngineDeadError` for what can't be now.
+    """
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._known_texts: TokenTexts | None = None
+
+    async def chat(
+        self, request: ChatCompletionRequest, request_id: str | None = None
+    ) -> OpenAICall:
+        """Go on with a conversation."""
+        self._check(request, 1)
+        request.check_template_kwargs(self._context.config.template_kwargs)
+        params = request.to_params()
+        ids = await self._context.engine.encode_chat(
+            request.to_messages(),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.template_kwargs(),
+        )
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        heading = self._heading("chatcmpl-", kind, request_id)
+        generations = self._submit([ids], params, request, heading, fill_context=True)
+        texts = self._token_texts()
+        choices = [
+            ChatChoice(index, texts if request.logprobs else None) for index in range(request.n)
+        ]
+        return OpenAICall(heading, request, generations, choices, texts)
+
+    async def completion(
+        self, request: CompletionRequest, request_id: str | None = None
+    ) -> OpenAICall:
+        """Go on with texts."""
+        prompts = request.prompts()
+        self._check(request, len(prompts))
+        params = request.to_params()
+        ids, echoes = [], []
+        for index, prompt in enumerate(prompts):
+            with naming_prompt(index, len(prompts)):
+                ids.append(await self._context.engine.encode(prompt))
+                echoes.append(await self._echo(prompt, request))
+        heading = self._heading("cmpl-", "text_completion", request_id)
+        generations = self._submit(ids, params, request, heading, fill_context=False)
+        options = TextOptions(self._token_texts(), request.logprobs, request.prompt_logprobs)
+        choices = [
+            TextChoice(prompt * request.n + i, generations[prompt], echoes[prompt], options)
+            for prompt in range(len(prompts))
+            for i in range(request.n)
+        ]
+        return OpenAICall(heading, request, generations, choices)
+
+    def _check(self, request: SamplingBody, num_prompts: int) -> None:
+        """What needs no prompt's ids, before anything is done for each prompt or choice."""
+        context = self._context
+        context.state.require_ready()
+        check_model(request.model, context.model_name)
+        request.check_n(context.config.max_n)
+        if request.stream and request.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                f"prompt_logprobs = {request.prompt_logprobs} is not part of a stream: leave it "
+                "out, or set stream = false",
+                "prompt_logprobs",
+            )
+        most = context.engine.ready.max_running_requests + context.config.max_queued_requests
+        if num_prompts * request.n > most:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n = {request.n} are {num_prompts * request.n} "
+                f"sequences; this server never holds more than {most}: send several requests",
+                "n" if num_prompts == 1 else "prompt",
+            )
+
+    async def _echo(self, prompt: str | list[int], request: CompletionRequest) -> str | None:
+        """The prompt's text, if it is to come first."""
+        if not request.echo:
+            return None
+        if isinstance(prompt, str):
+            return prompt
+        return await self._context.engine.decode(
+            prompt, skip_special_tokens=request.skip_special_tokens
+        )
+
+    def _submit(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        request: SamplingBody,
+        heading: Heading,
+        *,
+        fill_context: bool,
+    ) -> list[Generation]:
+        return self._context.engine.submit(
+            prompts,
+            params,
+            request_id=heading.request_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            fill_context=fill_context,
+        )
+
+    def _heading(self, prefix: str, kind: str, request_id: str | None) -> Heading:
+        ready = self._context.engine.ready
+        name = prefix + secrets.token_hex(16)
+        fields = {
+            "id": name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._context.model_name,
+            "system_fingerprint": f"minisgl-{__version__}-{ready.dtype}-{ready.device}",
+        }
+        return Heading(request_id or name, fields)
+
+    def _token_texts(self) -> TokenTexts:
+        """Made at the first call: the tokenizer is there once the engine has started."""
+        if self._known_texts is None:
+            self._known_texts = TokenTexts(self._context.engine.tokenizer)
+        return self._known_texts
+
+
+# -- routes ----------------------------------------------------------------------------------
+
+
+def read_request_id(request: Request) -> str | None:
+    """The id that the client chose for its request; raises `InvalidRequestError` if it can't be."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID):
+        raise InvalidRequestError(
+            f"x-request-id = {shorten(given)} must be 1 to {MAX_REQUEST_ID} printable ASCII "
+            "characters",
+            "x-request-id",
+        )
+    return given
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The routes of both endpoints."""
+    routes = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
+    service = OpenAIService(context)
+
+    @routes.post("/v1/chat/completions", response_model=None, responses=_described(ChatCompletion))
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        """Go on with a conversation.
+
+        With `stream`, the answer comes as server-sent events: `chat.completion.chunk` objects
+        whose choices have a `delta` in place of the `message`, then `[DONE]`.
+        """
+        request_id = read_request_id(request)
+        return CallResponse(lambda: service.chat(body, request_id))
+
+    @routes.post("/v1/completions", response_model=None, responses=_described(Completion))
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Go on with one text or several.
+
+        With `stream`, the answer comes as server-sent events: objects of the same shape, each
+        with what came next of one choice, then `[DONE]`.
+        """
+        request_id = read_request_id(request)
+        return CallResponse(lambda: service.completion(body, request_id))
+
+    return routes
+
+
+def _described(model: type) -> dict[int | str, dict[str, Any]]:
+    """The responses of an endpoint for `/openapi.json`."""
+    stream = {"schema": {"type": "string", "description": "Events, when `stream` is set."}}
+    errors = {
+        400: "The request can't be served as it is; the message says what to change.",
+        401: "No API key, or a wrong one.",
+        404: "No such model.",
+        413: "The body is too large.",
+        500: "The engine failed on this request.",
+        503: "The server is loading, full, or ending; `Retry-After` says when to try again.",
+    }
+    return {
+        200: {"model": model, "content": {"text/event-stream": stream}},
+        **{status: {"model": ErrorBody, "description": why} for status, why in errors.items()},
+    }
