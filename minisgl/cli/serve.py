@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from minisgl.config import EngineConfig
 from minisgl.server.config import ServerConfig
@@ -35,8 +37,8 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to end; returns the exit code."""
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Serve until told to end, and end the process."""
     config, options = from_flags(EngineConfig, arguments), from_flags(ServerConfig, arguments)
     if options.api_key is None:
         options = replace(options, api_key=os.environ.get(API_KEY_VARIABLE) or None)
@@ -44,4 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from minisgl.server.serve import serve
 
-    return serve(arguments.model, config, options)
+    code = serve(arguments.model, config, options)
+    logging.shutdown()
+    sys.stdout.flush()
+    # All is closed and said. The interpreter's own end would take torch another second.
+    os._exit(code)

@@ -27,7 +27,6 @@ __all__ = [
     "SequenceDelta",
     "StartFailed",
     "StepDone",
-    "Stop",
     "Submit",
     "TextReady",
     "ToFront",
@@ -273,9 +272,5 @@ class TextReady(_Message):
     index: int
 
 
-class Stop(_Message):
-    """To the engine's own receiving thread: end."""
-
-
 ToTextWorker = Encode | EncodeChat | Decode | Submit | Abort | StepDone
-ToFront = FromScheduler | Answer | Refusal | Deltas | TextReady | Stop
+ToFront = FromScheduler | Answer | Refusal | Deltas | TextReady

@@ -19,7 +19,6 @@ from minisgl.message import (
     Refusal,
     StartFailed,
     StepDone,
-    Stop,
     TextReady,
     ToFront,
     ToScheduler,
@@ -121,10 +120,8 @@ class Processes:
         self.text.close()
         await asyncio.gather(*(asyncio.to_thread(child.stop) for child in self._children))
         if self._thread.is_alive():
-            stop: Sender[ToFront] = Sender(self._address("front"))
-            stop.send(Stop())
+            self._receiver.stop()
             await asyncio.to_thread(self._thread.join)
-            stop.close()
         self._receiver.close()
         self.scheduler.close()
         if self._renderer is not None:
@@ -134,10 +131,8 @@ class Processes:
     # -- in the receiving thread -------------------------------------------------------------
 
     def _receive(self) -> None:
-        while True:
+        while not self._receiver.stopped:
             for message in self._receiver.receive(wait=True):
-                if isinstance(message, Stop):
-                    return
                 if isinstance(message, StepDone):
                     assert isinstance(self.text, ThreadText)
                     message = self.text.on_step(message)

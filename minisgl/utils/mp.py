@@ -79,21 +79,34 @@ class Receiver(Generic[T]):
     """Receives the messages that are sent to an address, in one thread."""
 
     def __init__(self, address: str, kind: Any) -> None:
+        self.stopped = False
         self._socket = _socket(zmq.PULL)
         self._socket.bind(f"ipc://{address}")
+        self._within = f"inproc://{address}"  # for `stop`, whatever became of the file
+        self._socket.bind(self._within)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def receive(self, *, wait: bool) -> list[T]:
-        """All messages that are there; with `wait`, at least one."""
+        """All messages that are there; with `wait`, at least one, unless it is `stopped`."""
         messages: list[T] = []
         flags = 0 if wait else zmq.NOBLOCK
-        while True:
+        while not self.stopped:
             try:
                 data = self._socket.recv(flags)
             except zmq.Again:
-                return messages
-            messages.append(self._decoder.decode(data))
+                break
+            if data:
+                messages.append(self._decoder.decode(data))
+            else:
+                self.stopped = True
             flags = zmq.NOBLOCK
+        return messages
+
+    def stop(self) -> None:
+        """Have the thread that receives, which is another, return from `receive` for good."""
+        with _socket(zmq.PUSH) as socket:
+            socket.connect(self._within)
+            socket.send(b"")
 
     def close(self) -> None:
         """Close it and remove the socket's file."""
