@@ -77,7 +77,12 @@ STEPS = (
     Step("ch07_scheduler.py", ("minisgl/scheduler/*.py",), (CHECKPOINT,)),
     # Nothing to add: the cache came with chapter 4, and no layer below knows which one it is.
     Step("ch08_radix_cache.py", (), (CHECKPOINT,)),
-    Step("ch09_generate.py", ("minisgl/tokenizer/*.py", "minisgl/llm/*.py"), (DEMO,)),
+    Step(
+        "ch09_generate.py",
+        ("minisgl/message/*.py", "minisgl/tokenizer/*.py", "minisgl/llm/*.py"),
+        (DEMO,),
+    ),
+    Step("ch10_server.py", ("minisgl/server/**/*.py",), (DEMO,)),
 )
 
 # Runs in the copy, as `python -I -c BOOTSTRAP FOLDER EXAMPLE ARGS...`. An editable install would

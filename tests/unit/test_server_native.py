@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 import minisgl
@@ -157,17 +158,11 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
 
 
 def test_defaults_are_sglang_s_length_and_the_model_s_sampling() -> None:
-    server = routes(FakeAsyncEngine(generation_defaults={"temperature": 0.25}, max_prompt_len=9))
-    server.engine.ready = replace_ready(server.engine, max_model_len=1000)
+    server = routes(FakeAsyncEngine(generation_defaults={"temperature": 0.25}))
+    server.engine.ready = msgspec.structs.replace(server.engine.ready, max_model_len=1000)
     generate(server)
     params = server.engine.submitted[0].params
     assert (params.max_tokens, params.temperature, params.logprobs) == (128, 0.25, None)
-
-
-def replace_ready(engine: FakeAsyncEngine, **values: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(engine.ready, **values)
 
 
 # -- log-probabilities -----------------------------------------------------------------------
@@ -339,6 +334,7 @@ def test_the_body_of_sglang_s_benchmark_is_taken() -> None:
 def test_the_body_of_sglang_s_router_is_taken() -> None:
     body = generate(
         routes(),
+        model="unknown",  # its way to say that the client named none
         sampling_params={"max_new_tokens": 2, "spaces_between_special_tokens": True},
         return_text_in_logprobs=False,
         stream=False,
@@ -349,6 +345,7 @@ def test_the_body_of_sglang_s_router_is_taken() -> None:
         return_bytes=False,
         return_entropy=False,
         bootstrap_host=None,
+        routed_experts_start_len=0,
     )
     assert body["text"] == "He"
 

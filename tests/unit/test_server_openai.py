@@ -20,6 +20,7 @@ from minisgl.server.errors import install_error_handlers
 from minisgl.server.generation import Generation
 from minisgl.server.logprobs import TextOffsets, TokenTexts, prompt_logprobs, text_logprobs
 from minisgl.server.openai import OpenAIService, router
+from minisgl.server.openai_call import merged
 from minisgl.server.protocol import ChatCompletionRequest
 from minisgl.server.responses import (
     ChatCompletion,
@@ -269,10 +270,12 @@ def test_a_stream_adds_up_to_the_whole_answer(path: str, body: Json) -> None:
 
 def test_the_role_comes_with_each_choices_first_token_and_never_again() -> None:
     async def run() -> list[Json]:
-        engine = FakeAsyncEngine(lambda _ids, _choice: answer("ab"), manual=True)
+        script = [Step(), *answer("ab")]  # a part of the prompt is computed first
+        engine = FakeAsyncEngine(lambda _ids, _choice: list(script), manual=True)
         body = {"messages": HELLO, "n": 2, "stream": True}
         client = Connection(app_of(fake_context(engine)), CHAT, body)
         await until(lambda: engine.submitted)
+        engine.step()
         for _ in range(50):
             await asyncio.sleep(0)
         assert client.sent.empty(), "something was sent before the first token"
@@ -292,6 +295,20 @@ def test_the_role_comes_with_each_choices_first_token_and_never_again() -> None:
     together = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in together] == [{"role": "assistant", "content": "ab"}] * 2
     assert [choice["finish_reason"] for choice in together] == ["stop", "stop"]
+
+
+def test_a_stream_of_several_prompts_that_is_closed_leaves_no_task() -> None:
+    async def run() -> None:
+        engine = FakeAsyncEngine(manual=True)
+        generations = engine.submit([[65], [66]], SamplingParams(), request_id="r")
+        arrivals = merged(generations)
+        engine.step()
+        assert {(await anext(arrivals)).prompt, (await anext(arrivals)).prompt} == {0, 1}
+        assert len(asyncio.all_tasks()) == 3
+        await arrivals.aclose()
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+
+    asyncio.run(run())
 
 
 def test_text_that_is_held_back_makes_no_chunk_but_the_first() -> None:

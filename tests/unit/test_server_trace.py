@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,25 @@ def test_a_trace_of_nothing_is_valid_and_closing_twice_is_fine(tmp_path: Path) -
     trace.close()
     trace.on_stats(stats(1.0, 1))  # too late: nothing is written
     assert {event["ph"] for event in events(path)} == {"M"}
+
+
+def test_events_reach_the_file_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr("minisgl.server.trace.time", SimpleNamespace(monotonic=lambda: now[0]))
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(str(path))
+    trace.on_stats(stats(1.0, 1))
+    assert path.read_text() == ""
+    now[0] = 11.0
+    trace.on_stats(stats(2.0, 2))
+    assert path.read_text().count('"step ') == 2
+    now[0] = 11.9
+    trace.on_stats(stats(3.0, 3))
+    assert path.read_text().count('"step ') == 2
+    trace.close()
+    assert len(spans(path)) == 3
 
 
 def test_a_file_that_can_not_be_written_is_told_at_the_start(tmp_path: Path) -> None:
