@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_scheduler_tables", "print_table"]
+__all__ = ["print_scheduler_tables", "print_serve_table", "print_table"]
+
+_LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -81,6 +83,56 @@ def print_scheduler_tables(results: dict[str, Any]) -> None:
             *[f"{row[call]['p50']:.1f}" for call in calls],
         )
     console.print(prefixes)
+
+
+def print_serve_table(results: dict[str, Any]) -> None:
+    """Print `bench_serve`'s results: what was asked, a row a figure, a row a latency, notes."""
+    # What servers and users write is shown as it is: it is no markup.
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{results['model']} at {results['url']}, {results['endpoint']}; {_load(results)}"
+    )
+    figures = {
+        "requests ok": f"{results['ok']:,} of {results['requests']:,}",
+        "seconds": f"{results['duration_s']:,}",
+        "requests/s": f"{results['requests_per_s']:,}",
+        "most in flight": f"{results['peak_concurrency']:,}",
+        "input tokens": f"{results['input_tokens']:,} ({results['cached_tokens']:,} cached)",
+        "output tokens": f"{results['output_tokens']:,}",
+        "input tok/s": f"{results['input_tok_s']:,}",
+        "output tok/s": f"{results['output_tok_s']:,}",
+        "total tok/s": f"{results['total_tok_s']:,}",
+        "tokens a chunk": f"{results['tokens_per_chunk']:,}",
+    }
+    if "goodput" in results:
+        goodput = results["goodput"]
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["limits_ms"].items())
+        within = f"{goodput['requests_per_s']:,} requests/s, {goodput['share']:.1%}"
+        figures[f"within {limits}"] = within
+    figures["client's share of a core"] = f"{results['client']['cpu_share']:.0%}"
+    table = _table("", "")
+    table.show_header = False
+    for name, figure in figures.items():
+        table.add_row(name, figure)
+    console.print(table)
+    rows = {key[:-3].upper(): results[key] for key in _LATENCIES if key in results}
+    if "lag_ms" in results["client"]:
+        rows["sent late by"] = results["client"]["lag_ms"]
+    latencies = _table("", "mean", "p50", "p90", "p99", title="Milliseconds")
+    for name, row in rows.items():
+        latencies.add_row(name, *(f"{row[key]:,}" for key in ("mean", "p50", "p90", "p99")))
+    console.print(latencies)
+    for error in results["errors"]:
+        console.print(f"failed: {error['count']} x {error['kind']}: {error['message']}")
+    for note in results["notes"]:
+        console.print(f"note: {note}")
+
+
+def _load(results: dict[str, Any]) -> str:
+    """How the requests were sent, in words."""
+    rate, concurrency = results["request_rate"], results["concurrency"]
+    sent = "sent at once" if rate == "inf" else f"sent at {rate:g} a second"
+    return sent if concurrency is None else f"{sent}, at most {concurrency} in flight"
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 
+from .bench_serve import add_serve
 from .flags import add_flags, from_flags
 
 __all__ = ["add_parser"]
@@ -25,6 +26,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(metavar="BENCHMARK", required=True, dest="benchmark")
     _add_offline(kinds, common)
     _add_scheduler(kinds, common)
+    add_serve(kinds, common)
 
 
 def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
