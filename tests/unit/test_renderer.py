@@ -42,7 +42,7 @@ def pool(**options: Any) -> Iterator[TemplateRenderer]:
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    with pool(cpu_limit_s=0.3, memory_limit_bytes=256 << 20) as renderer:
+    with pool(cpu_limit_s=0.3, memory_limit_bytes=128 << 20) as renderer:
         yield renderer
 
 
@@ -173,15 +173,15 @@ def test_an_integer_too_long_to_be_written_is_refused(renderer: TemplateRenderer
     [
         (LOOP, r"ran for more than 0\.3 s"),
         (LOOP_IN_C, r"ran for more than 0\.3 s"),
-        (ChatTemplate("{{ 'a' * 10**12 }}"), "more than 256 MiB of memory"),
+        (ChatTemplate("{{ 'a' * 10**12 }}"), "more than 128 MiB of memory"),
         (
             ChatTemplate(
                 "{% set n = namespace(l=['a']) %}{% for i in range(99) %}{% set n.l = n.l + n.l %}"
                 "{% endfor %}"
             ),
-            "more than 256 MiB of memory",
+            "more than 128 MiB of memory",
         ),
-        (ChatTemplate("{{ 'a' * messages[0].n * 2**23 }}"), "58720256 characters"),
+        (ChatTemplate("{{ 'a' * messages[0].n * 2**23 }}"), "41943040 characters"),
     ],
     ids=["loop", "loop in C", "long string", "growing list", "long text"],
 )
@@ -190,7 +190,7 @@ def test_a_template_that_wants_too_much_is_stopped_and_the_pool_lives(
 ) -> None:
     for _ in range(3):  # more than there are processes
         with pytest.raises(ChatTemplateError, match=words) as caught:
-            renderer.render(template, [{**USER, "n": 7}])
+            renderer.render(template, [{**USER, "n": 5}])
         assert caught.value.param == "messages"
         assert renderer.render(HELLO, [USER]) == "Hello Hi <b>&"
     assert len(workers()) == 2
