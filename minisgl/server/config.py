@@ -45,6 +45,12 @@ class ServerConfig:
         "name that clients may set in chat_template_kwargs "
         f"(default: {', '.join(TEMPLATE_KWARGS)})",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "split the text between <think> and </think> off a chat's answers, as reasoning_content; "
+        "auto: if the chat template mentions <think> or enable_thinking",
+        choices=("auto", "think", "off"),
+    )
     log_interval: float = option(
         5.0, "seconds between the log lines about a busy engine; 0 for none"
     )
@@ -73,8 +79,13 @@ class ServerConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, (int, float)) or not least <= seconds <= 86_400:
                 raise ConfigError(f"{_flag(name)} = {seconds!r} must be from {least:g} to 86400")
-        if self.log_format not in ("text", "json"):
-            raise ConfigError(f"--log-format = {self.log_format!r}: choose from text, json")
+        for name, choices in (
+            ("reasoning_parser", ("auto", "think", "off")),
+            ("log_format", ("text", "json")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{_flag(name)} = {value!r}: choose from {', '.join(choices)}")
         if self.api_key is not None and (not self.api_key or not self.api_key.isprintable()):
             raise ConfigError("--api-key must not be empty or hold control characters")
         if self.served_model_name is not None and not self.served_model_name:

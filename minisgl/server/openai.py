@@ -22,14 +22,16 @@ from minisgl.errors import InvalidRequestError
 from minisgl.llm.requests import naming_prompt
 from minisgl.params import SamplingParams
 
+from .choices import ChatChoice, ChatOptions, TextChoice, TextOptions
 from .context import ServerContext
-from .errors import ErrorBody, check_model, shorten
+from .errors import ErrorBody, check_model, prompt_called, shorten
 from .generation import Generation
 from .jsonbody import StrictRoute
 from .logprobs import TokenTexts
 from .openai_call import Heading, OpenAICall
 from .protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
-from .responses import ChatChoice, ChatCompletion, Completion, TextChoice, TextOptions
+from .reasoning import ReasoningParser
+from .responses import ChatCompletion, Completion
 from .sse import CallResponse
 
 __all__ = ["OpenAIService", "read_request_id", "router"]
@@ -47,6 +49,7 @@ class OpenAIService:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._known_texts: TokenTexts | None = None
+        self._known_parser: ReasoningParser | None = None
 
     async def chat(
         self, request: ChatCompletionRequest, request_id: str | None = None
@@ -55,19 +58,20 @@ class OpenAIService:
         self._check(request, 1)
         request.check_template_kwargs(self._context.config.template_kwargs)
         params = request.to_params()
-        ids = await self._context.engine.encode_chat(
-            request.to_messages(),
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            template_kwargs=request.template_kwargs(),
-        )
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         heading = self._heading("chatcmpl-", kind, request_id)
-        generations = self._submit([ids], params, request, heading, fill_context=True)
+        with prompt_called("messages"):
+            ids = await self._context.engine.encode_chat(
+                request.to_messages(),
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=request.template_kwargs(),
+            )
+            generations = self._submit([ids], params, request, heading, fill_context=True)
         texts = self._token_texts()
-        choices = [
-            ChatChoice(index, texts if request.logprobs else None) for index in range(request.n)
-        ]
+        options = ChatOptions(texts if request.logprobs else None, request.include_reasoning)
+        splitters = self._reasoning_parser().splitters(request, ids)
+        choices = [ChatChoice(index, options, one) for index, one in enumerate(splitters)]
         return OpenAICall(heading, request, generations, choices, texts)
 
     async def completion(
@@ -157,6 +161,13 @@ class OpenAIService:
         if self._known_texts is None:
             self._known_texts = TokenTexts(self._context.engine.tokenizer)
         return self._known_texts
+
+    def _reasoning_parser(self) -> ReasoningParser:
+        """Made at the first call, as well."""
+        if self._known_parser is None:
+            option = self._context.config.reasoning_parser
+            self._known_parser = ReasoningParser(option, self._context.engine.tokenizer)
+        return self._known_parser
 
 
 # -- routes ----------------------------------------------------------------------------------

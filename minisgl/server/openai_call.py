@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from minisgl.message import SequenceDelta
 
+from .choices import Choice, Piece
 from .generation import Generation
 from .logprobs import TokenTexts, prompt_logprobs
 from .protocol import SamplingBody
-from .responses import Choice, Piece, Usage, count_usage
+from .responses import Usage, count_usage
 
 __all__ = ["Arrival", "Heading", "OpenAICall", "merged"]
 
@@ -84,7 +85,7 @@ class OpenAICall:
         outputs = [output for result in results for output in result.outputs]
         self._num_output_tokens = sum(len(output.token_ids) for output in outputs)
         pieces = [
-            Piece(o.text, o.token_ids, o.logprobs or [], o.finish_reason, o.stop_reason)
+            Piece([o.text], o.token_ids, o.logprobs or [], o.finish_reason, o.stop_reason)
             for o in outputs
         ]
         choices = [c.whole(piece) for c, piece in zip(self._choices, pieces, strict=True)]

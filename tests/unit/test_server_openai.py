@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import BusyError, ChatTemplateError
 from minisgl.message import SequenceDelta
+from minisgl.server.choices import Piece, TextChoice, TextOptions
 from minisgl.server.context import ServerContext
 from minisgl.server.errors import install_error_handlers
 from minisgl.server.generation import Generation
@@ -22,14 +23,7 @@ from minisgl.server.logprobs import TextOffsets, TokenTexts, prompt_logprobs, te
 from minisgl.server.openai import OpenAIService, router
 from minisgl.server.openai_call import merged
 from minisgl.server.protocol import ChatCompletionRequest
-from minisgl.server.responses import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    Piece,
-    TextChoice,
-    TextOptions,
-)
+from minisgl.server.responses import ChatCompletion, ChatCompletionChunk, Completion
 from tests.unit.fake_async_engine import (
     END,
     FakeAsyncEngine,

@@ -113,6 +113,12 @@ class ChatCompletionRequest(SamplingBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Given to the chat template as the variable `reasoning_effort`, in place of writing it in
     `chat_template_kwargs`; without effect where the template does not read it."""
+    separate_reasoning: bool = True
+    """Split what a thinking model thinks off its answer, as `reasoning_content`; false leaves
+    it in `content`, between its tags. Without effect where the server's `--reasoning-parser`
+    is off."""
+    include_reasoning: bool = True
+    """False leaves the reasoning that is split off out of the response."""
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> ChatCompletionRequest:
@@ -122,6 +128,10 @@ class ChatCompletionRequest(SamplingBody):
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: set one",
                 "continue_final_message",
+            )
+        if not self.include_reasoning and not self.separate_reasoning:
+            raise InvalidRequestError(
+                "include_reasoning = false needs separate_reasoning = true", "include_reasoning"
             )
         effort = self.reasoning_effort
         given = self.chat_template_kwargs.get("reasoning_effort", effort)
@@ -154,6 +164,11 @@ class ChatCompletionRequest(SamplingBody):
     def to_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
         return [message.to_dict() for message in self.messages]
+
+    def final_text(self) -> str:
+        """The text of the last message, with which the prompt ends if it is to be continued."""
+        content = self.messages[-1].content or ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def _logprobs(self) -> dict[str, Any]:
         wanted = (self.top_logprobs or 0) if self.logprobs else None

@@ -60,6 +60,7 @@ class CompletionRequest(SamplingBody):
         **STRUCTURED_OUTPUT,
         **ENGINES,
         "add_special_tokens": Neutral("way to leave them out: send token ids", (True,)),
+        "separate_reasoning": Neutral("parser of reasoning outside of chats", (False,)),
         "suffix": Neutral("insertion before a suffix", ("",)),
     }
 

@@ -129,7 +129,8 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
-    """Scheduling order under `--policy priority`: lower values go first."""
+    """Lower values go first, equal ones by arrival unless the server's `--schedule-policy` says
+    otherwise."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Only requests with the same salt share cached prefixes."""
 
