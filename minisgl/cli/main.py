@@ -12,12 +12,12 @@ from minisgl import __version__
 from minisgl.errors import MinisglError
 from minisgl.utils.logger import configure_logging
 
-from . import bench, chat, generate, inspect, serve
+from . import batch, bench, chat, generate, inspect, serve
 from .flags import Parser
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, chat, generate, bench, inspect)
+_COMMANDS = (serve, chat, generate, batch, bench, inspect)
 
 
 def build_parser() -> argparse.ArgumentParser:
