@@ -76,8 +76,9 @@ def _argument(item: Field[Any], kind: type, many: bool) -> dict[str, Any]:
     common: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    if many:  # None, not (): argparse would append to the default itself
-        return {**common, "type": kind, "action": "append", "default": None, "metavar": "X"}
+    if many:  # left out, the field's own default stands: argparse would append to it
+        default = argparse.SUPPRESS
+        return {**common, "type": kind, "action": "append", "default": default, "metavar": "X"}
     if item.metadata["choices"]:
         return {**common, "type": kind, "choices": item.metadata["choices"]}
     return {**common, "type": kind, "metavar": kind.__name__.upper()}

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import minisgl.llm
@@ -164,38 +165,32 @@ def test_chat_answers_piped_lines_and_survives_ctrl_c() -> None:
     assert "[cut at max_tokens = 8]\n" in after
 
 
-def chat(lines: list[str], *arguments: str) -> None:
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        assert main(["chat", "--model", "smollm2", *FAST, *arguments]) == 0
-
-
-def test_chat_equals_the_offline_interface(shared: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_equals_the_offline_interface_and_leaves_no_process(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from minisgl import SamplingParams
 
-    chat(["Say hi", "And now bye"], "--max-tokens", "8", "--system", "You are a robot.")
+    before = psutil.Process().children(recursive=True)
+    lines = ["Say hi", "word " * 400, "And now bye"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    arguments = ["--max-tokens", "8", "--system", "You are a robot."]
+    assert main(["chat", "--model", "smollm2", *FAST, *arguments]) == 0
+    assert psutil.Process().children(recursive=True) == before
     printed = capsys.readouterr().out.replace("[cut at max_tokens = 8]\n", "")
+
     params = SamplingParams(temperature=0, max_tokens=8)
     messages = [{"role": "system", "content": "You are a robot."}]
-    answers = ""
-    for text in ("Say hi", "And now bye"):
+    answers = []
+    for text in (lines[0], lines[2]):
         messages.append({"role": "user", "content": text})
         answer = shared.chat(messages, params, use_tqdm=False)[0].text
         messages.append({"role": "assistant", "content": answer})
-        answers += answer + "\n"
-    assert printed == answers
-
-
-def test_chat_goes_on_after_a_message_longer_than_the_context(
-    shared: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat(["word " * 400, "Say hi"], "--max-tokens", "3")
-    refused, answer, *_ = capsys.readouterr().out.splitlines()
-    assert refused.startswith("error: the prompt has 4")
-    assert "256" in refused  # 16 pages of 16 tokens
-    assert answer
-    assert_nothing_lost(shared)
+        answers.append(answer + "\n")
+    assert printed.startswith(answers[0] + "error: the prompt has 4")
+    refused = printed.removeprefix(answers[0]).removesuffix(answers[1])
+    assert "longest sequence of 256" in refused  # 16 pages of 16 tokens
+    assert refused.count("\n") == 1
+    assert printed.endswith(answers[1])
 
 
 # -- what the loaded model refuses ---------------------------------------------------------
@@ -208,7 +203,7 @@ def test_stop_ids_outside_the_vocabulary(
 ) -> None:
     refused(
         capsys,
-        [*command, "--model", "smollm2", "--stop-token-ids", "49152"],
+        [*command, "--model", "smollm2", "--stop-token-ids", "49152", *FAST],
         "stop_token_ids = 49152",
         "vocabulary of 49152",
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import signal
-from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -13,17 +12,25 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from minisgl.errors import ChatTemplateError, InvalidRequestError
+from minisgl.errors import (
+    BusyError,
+    ChatTemplateError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from minisgl.params import SamplingParams
 from minisgl.shell import Shell
-from minisgl.shell.shell import _terminal_reader
-from tests.unit.scripted_chat import FakeLLM, talk
+from minisgl.shell.shell import COMMANDS
+from minisgl.shell.terminal import prompt_reader
+from tests.unit.scripted_chat import FakeBackend, heeding_ctrl_c, press_ctrl_c, talk
 
 
 def test_answers_are_printed_and_become_part_of_the_conversation() -> None:
-    llm = FakeLLM(["Hel", "lo", "!\n"], ["Bye"])
-    assert talk(llm, "hi", "  ", "", "bye") == "Hello!\nBye\n"
-    assert llm.prompts == [
+    backend = FakeBackend(["Hel", "lo", "!\n"], ["Bye"])
+    assert talk(backend, "hi", "  ", "", "bye") == "Hello!\nBye\n"
+    assert backend.prompts == [
         [("user", "hi")],
         [("user", "hi"), ("assistant", "Hello!\n"), ("user", "bye")],
     ]
@@ -43,113 +50,140 @@ def test_each_piece_is_printed_before_the_next_is_computed() -> None:
             return line
         raise EOFError
 
-    llm = FakeLLM(["a ", look, "b", look])
-    Shell(llm, SamplingParams(), console=Console(file=out), read=read).run()  # type: ignore[arg-type]
+    backend = FakeBackend(["a ", look, "b", look])
+    Shell(backend, SamplingParams(), console=Console(file=out), read=read).run()
     assert seen == ["a ", "a b"]
 
 
 def test_line_breaks_within_a_message_stay() -> None:
-    llm = FakeLLM(["ok"])
-    talk(llm, "two\n\nlines  ")
-    assert llm.prompts == [[("user", "two\n\nlines  ")]]
+    backend = FakeBackend(["ok"])
+    talk(backend, "two\n\nlines  ")
+    assert backend.prompts == [[("user", "two\n\nlines  ")]]
 
 
 def test_a_leading_space_sends_what_looks_like_a_command() -> None:
-    llm = FakeLLM(["a directory"])
-    assert talk(llm, " /usr") == "a directory\n"
+    backend = FakeBackend(["a directory"])
+    assert talk(backend, " /usr") == "a directory\n"
 
 
 def test_model_text_is_neither_markup_nor_control_sequences() -> None:
     sent = "[red]x[/red] :smile:\ttab \x1b[31mred\x1b]0;title\x07 \x9b2J\x00\x7f\r\nend  "
-    llm = FakeLLM([sent], ["ok"])
-    printed = talk(llm, "hi", "and?")
+    backend = FakeBackend([sent], ["ok"])
+    printed = talk(backend, "hi", "and?")
     assert printed == "[red]x[/red] :smile:\ttab [31mred]0;title 2J\nend  \nok\n"
-    assert llm.prompts[1][1] == ("assistant", sent)  # the model sees what it said
+    assert backend.prompts[1][1] == ("assistant", sent)  # the model sees what it said
 
 
 def test_long_lines_are_not_wrapped() -> None:
     text = "word " * 50
-    assert talk(FakeLLM([text]), "hi") == text + "\n"
+    assert talk(FakeBackend([text]), "hi") == text + "\n"
 
 
 def test_an_interrupted_answer_stays_and_its_stream_is_closed() -> None:
-    llm = FakeLLM(["Once ", "upon", KeyboardInterrupt()], ["ok"])
-    assert talk(llm, "story", "more") == "Once upon\n[stopped]\nok\n"
-    assert llm.prompts[1] == [("user", "story"), ("assistant", "Once upon"), ("user", "more")]
+    backend = FakeBackend(["Once ", "upon", KeyboardInterrupt()], ["ok"])
+    assert talk(backend, "story", "more") == "Once upon\n[stopped]\nok\n"
+    assert backend.prompts[1] == [("user", "story"), ("assistant", "Once upon"), ("user", "more")]
 
 
 def test_an_interrupt_before_the_first_token_drops_the_message() -> None:
-    llm = FakeLLM([KeyboardInterrupt()], ["ok"])
-    assert "[stopped before the answer began" in talk(llm, "story", "hi")
-    assert llm.prompts[1] == [("user", "hi")]
+    backend = FakeBackend([KeyboardInterrupt()], ["ok"])
+    assert "[stopped before the answer began" in talk(backend, "story", "hi")
+    assert backend.prompts[1] == [("user", "hi")]
 
 
-def press(times: int) -> Callable[[], None]:
-    def now() -> None:
-        for _ in range(times):
-            signal.raise_signal(signal.SIGINT)
-
-    return now
-
-
-def test_a_real_ctrl_c_ends_the_answer_after_the_step_at_work() -> None:
-    llm = FakeLLM(["a", press(1), "b", "never"], ["ok"])
-    assert talk(llm, "one", "two") == "ab\n[stopped]\nok\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_a_real_ctrl_c_ends_the_answer_at_once() -> None:
+    backend = FakeBackend(["a", press_ctrl_c, "never"], [press_ctrl_c, "never"], ["ok"])
+    with heeding_ctrl_c():
+        said = talk(backend, "one", "two", "three")
+    assert said == (
+        "a\n[stopped]\n[stopped before the answer began; the message is forgotten]\nok\n"
+    )
+    assert [text for _, text in backend.prompts[2]] == ["one", "a", "three"]
 
 
-def test_a_second_ctrl_c_ends_the_step_itself() -> None:
-    llm = FakeLLM(["a", press(2), "never"], ["ok"])
-    assert talk(llm, "one", "two") == "a\n[stopped]\nok\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_ctrl_c_within_a_command_does_not_end_the_chat() -> None:
+    backend = FakeBackend(["ok"])
 
+    def interrupted(messages: list[dict[str, Any]], params: SamplingParams) -> None:
+        if messages[0]["content"] == "slow":
+            press_ctrl_c()
 
-def test_a_ctrl_c_with_the_last_token_stops_nothing() -> None:
-    llm = FakeLLM(["a", press(1)])
-    assert talk(llm, "one") == "a\n"
+    backend.check = interrupted  # type: ignore[method-assign]
+    with heeding_ctrl_c():
+        assert talk(backend, "/system slow", "hi") == "ok\n"
+    assert backend.prompts == [[("user", "hi")]]
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_tells_the_way_out() -> None:
     hint = "Type /exit or press Ctrl-D to leave.\n"
-    assert talk(FakeLLM(), KeyboardInterrupt) == ""
-    assert talk(FakeLLM(), *[KeyboardInterrupt] * 3) == hint
-    assert talk(FakeLLM(["x"]), KeyboardInterrupt, "hi", KeyboardInterrupt) == "x\n"
+    assert talk(FakeBackend(), KeyboardInterrupt) == ""
+    assert talk(FakeBackend(), *[KeyboardInterrupt] * 3) == hint
+    assert talk(FakeBackend(["x"]), KeyboardInterrupt, "hi", KeyboardInterrupt) == "x\n"
 
 
 def test_a_refused_message_is_one_line_and_the_next_attempt_works() -> None:
     refusal = InvalidRequestError("the prompt has 99 tokens,\nwhich is too long", param="prompt")
-    llm = FakeLLM(["a"], refusal, ["b"])
-    said = talk(llm, "one", "[b]long" * 9, "two")
+    backend = FakeBackend(["a"], refusal, ["b"])
+    said = talk(backend, "one", "[b]long" * 9, "two")
     assert said == (
         "a\nerror: the prompt has 99 tokens, which is too long; /reset begins anew\nb\n"
     )
-    assert llm.prompts[1] == [("user", "one"), ("assistant", "a"), ("user", "two")]
+    assert backend.prompts[1] == [("user", "one"), ("assistant", "a"), ("user", "two")]
 
 
 def test_an_error_in_the_middle_of_an_answer_drops_both() -> None:
-    llm = FakeLLM(["part", InvalidRequestError("no")], ["b"])
-    assert talk(llm, "one", "two") == "part\nerror: no\nb\n"
-    assert llm.prompts[1] == [("user", "two")]
-
-
-def test_a_fault_of_the_engine_is_not_hidden() -> None:
-    with pytest.raises(RuntimeError, match="lost pages"):
-        talk(FakeLLM([RuntimeError("lost pages")]), "hi")
+    backend = FakeBackend(["part", InvalidRequestError("no")], ["b"])
+    assert talk(backend, "one", "two") == "part\nerror: no\nb\n"
+    assert backend.prompts[1] == [("user", "two")]
 
 
 @pytest.mark.parametrize(
-    ("params", "finish", "note"),
+    "error", [BusyError("the queue is full"), RequestFailedError("lost"), ConfigError("no server")]
+)
+def test_what_may_work_the_next_time_does_not_end_the_chat(error: Exception) -> None:
+    backend = FakeBackend(["part", error], ["b"])
+    assert talk(backend, "one", "two") == f"part\nerror: {error}\nb\n"
+    assert backend.prompts[1] == [("user", "two")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost pages"), EngineDeadError("killed")])
+def test_a_fault_of_the_engine_ends_it(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        talk(FakeBackend(["a", error]), "hi")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "finish", "note"),
     [
-        (SamplingParams(max_tokens=2), "length", "[cut at max_tokens = 2]\n"),
-        (SamplingParams(max_tokens=50), "length", "[the context of 64 tokens is full: /reset"),
+        (["x"], "length", "[cut at max_tokens = 2]"),
+        ([], "length", "[cut by a default limit (/params max_tokens=N sets it) or a full context"),
+        (["x"], "abort", "[stopped]"),
+        (["x"], "content_filter", "[ended by content_filter]"),
     ],
 )
-def test_a_cut_answer_says_what_cut_it(params: SamplingParams, finish: str, note: str) -> None:
-    assert note in talk(FakeLLM(["x"], finish=finish), "hi", params=params)
+def test_an_answer_that_did_not_just_stop_says_why(
+    pieces: list[str], finish: str, note: str
+) -> None:
+    backend = FakeBackend(pieces, finish=finish)
+    assert note in talk(backend, "hi", params=SamplingParams(max_tokens=2))
+
+
+def test_a_full_context_is_said_to_be_full() -> None:
+    backend = FakeBackend(["x"] * 53, finish="length")
+    said = talk(backend, "hi", params=SamplingParams(max_tokens=99))
+    assert "[the context of 64 tokens is full: /reset begins anew]\n" in said
+
+
+def test_thoughts_are_printed_but_not_remembered() -> None:
+    thoughts = [{"thought": "hm"}, {"thought": "m\x07"}]
+    backend = FakeBackend([*thoughts, "Yes", "."], [*thoughts, KeyboardInterrupt()], ["ok"])
+    said = talk(backend, "really?", "sure?", "hi")
+    assert said.startswith("hmm\nYes.\nhmm\n[stopped before the answer began")
+    assert [text for _, text in backend.prompts[2]] == ["really?", "Yes.", "hi"]
 
 
 def test_an_empty_answer_is_said_to_be_one() -> None:
-    assert talk(FakeLLM([]), "hi") == "[an empty answer]\n"
+    assert talk(FakeBackend([]), "hi") == "[an empty answer]\n"
 
 
 @pytest.mark.parametrize(
@@ -157,25 +191,28 @@ def test_an_empty_answer_is_said_to_be_one() -> None:
     [ChatTemplateError("no chat template"), InvalidRequestError("no tokenizer, so it can't chat")],
 )
 def test_a_model_that_cannot_chat_is_refused_before_the_first_prompt(error: Exception) -> None:
-    llm = FakeLLM()
-    llm.encode_error = error
+    def refuse(messages: list[dict[str, Any]], params: SamplingParams) -> None:
+        raise error
+
+    backend = FakeBackend()
+    backend.check = refuse  # type: ignore[method-assign]
     with pytest.raises(type(error), match=str(error)):
-        talk(llm, "never read")
+        talk(backend, "never read")
 
 
 def test_parameters_outside_the_vocabulary_are_refused_before_the_first_prompt() -> None:
     with pytest.raises(InvalidRequestError, match="100 is outside the vocabulary of 100"):
-        talk(FakeLLM(), "never read", params=SamplingParams(stop_token_ids=[100]))
+        talk(FakeBackend(), "never read", params=SamplingParams(stop_token_ids=[100]))
 
 
 def test_piped_lines_are_read_without_a_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\r\n\nlast"))
-    llm = FakeLLM(["a"], ["b"])
-    Shell(llm, SamplingParams()).run()  # type: ignore[arg-type]
+    backend = FakeBackend(["a"], ["b"])
+    Shell(backend, SamplingParams()).run()
     assert capsys.readouterr().out == "a\nb\n"
-    assert llm.prompts[1][-1] == ("user", "last")
+    assert backend.prompts[1][-1] == ("user", "last")
 
 
 def test_ctrl_c_ends_a_chat_whose_input_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +221,7 @@ def test_ctrl_c_ends_a_chat_whose_input_is_no_terminal(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, readline=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        Shell(FakeLLM(), SamplingParams(), console=Console(file=io.StringIO())).run()  # type: ignore[arg-type]
+        Shell(FakeBackend(), SamplingParams(), console=Console(file=io.StringIO())).run()
 
 
 def test_piped_bytes_that_are_no_text_are_the_users_mistake(
@@ -193,12 +230,12 @@ def test_piped_bytes_that_are_no_text_are_the_users_mistake(
     stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", stdin)
     with pytest.raises(InvalidRequestError, match="stdin is not UTF-8 text"):
-        Shell(FakeLLM(), SamplingParams(), console=Console(file=io.StringIO())).run()  # type: ignore[arg-type]
+        Shell(FakeBackend(), SamplingParams(), console=Console(file=io.StringIO())).run()
 
 
 def test_the_terminals_prompt_takes_pastes_completes_commands_and_knows_ctrl_c() -> None:
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        read = _terminal_reader()
+        read = prompt_reader(list(COMMANDS))
         keys.send_text("hi\r")
         assert read() == "hi"
         keys.send_text("\x1b[200~two\nlines\x1b[201~\r")  # a bracketed paste

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,22 +10,23 @@ from prompt_toolkit.document import Document
 
 from minisgl.errors import ChatTemplateError
 from minisgl.params import SamplingParams
-from minisgl.shell.shell import _completer
-from tests.unit.scripted_chat import FakeLLM, talk
+from minisgl.shell.shell import COMMANDS
+from minisgl.shell.terminal import completer
+from tests.unit.scripted_chat import FakeBackend, talk
 
 
 def test_reset_forgets_messages_and_keeps_the_system_message() -> None:
-    llm = FakeLLM(["one"], ["two"])
-    talk(llm, "hi", "/reset", "again", system="Be brief.")
-    assert llm.prompts[1] == [("system", "Be brief."), ("user", "again")]
+    backend = FakeBackend(["one"], ["two"])
+    talk(backend, "hi", "/reset", "again", system="Be brief.")
+    assert backend.prompts[1] == [("system", "Be brief."), ("user", "again")]
 
 
 def test_system_shows_sets_and_removes() -> None:
-    llm = FakeLLM(["a"], ["b"], ["c"])
+    backend = FakeBackend(["a"], ["b"], ["c"])
     said = talk(
-        llm, "/system", "x", "/system Talk [b]like\x07 this", "/system", "y", "/system -", "z"
+        backend, "/system", "x", "/system Talk [b]like\x07 this", "/system", "y", "/system -", "z"
     )
-    assert llm.prompts == [
+    assert backend.prompts == [
         [("user", "x")],
         [("system", "Talk [b]like\x07 this"), ("user", "y")],
         [("user", "z")],
@@ -36,19 +36,17 @@ def test_system_shows_sets_and_removes() -> None:
 
 
 def test_a_system_message_that_the_template_refuses_changes_nothing() -> None:
-    llm = FakeLLM(["a"], ["b"])
-    encode = llm.encode_chat
+    backend = FakeBackend(["a"], ["b"])
 
-    def refuse(messages: Sequence[dict[str, Any]]) -> list[int]:
+    def refuse(messages: list[dict[str, Any]], params: SamplingParams) -> None:
         if messages[0]["content"] == "bad":
             raise ChatTemplateError("System role not supported", "messages")
-        return encode(messages)
 
-    llm.encode_chat = refuse  # type: ignore[method-assign]
-    said = talk(llm, "hi", "/system bad", "go on", system="good")
+    backend.check = refuse  # type: ignore[method-assign]
+    said = talk(backend, "hi", "/system bad", "go on", system="good")
     assert "error: System role not supported\n" in said
-    assert [role for role, _ in llm.prompts[1]] == ["system", "user", "assistant", "user"]
-    assert llm.prompts[1][0] == ("system", "good")
+    assert [role for role, _ in backend.prompts[1]] == ["system", "user", "assistant", "user"]
+    assert backend.prompts[1][0] == ("system", "good")
 
 
 @pytest.mark.parametrize(
@@ -75,19 +73,19 @@ def test_a_system_message_that_the_template_refuses_changes_nothing() -> None:
     ],
 )
 def test_params_takes_the_right_types(line: str, name: str, value: object) -> None:
-    llm = FakeLLM(["x"])
+    backend = FakeBackend(["x"])
     before = SamplingParams(temperature=0.25, stop=["s"], logit_bias={1: 1.0})
-    assert talk(llm, f"/params {line}", "hi", params=before) == "x\n"
-    got = getattr(llm.params[0], name)
+    assert talk(backend, f"/params {line}", "hi", params=before) == "x\n"
+    got = getattr(backend.params[0], name)
     assert got == value
     assert type(got) is type(value)
     assert before == SamplingParams(temperature=0.25, stop=["s"], logit_bias={1: 1.0})
 
 
 def test_params_changes_several_at_once_and_shows_them() -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, "/params top_k=3 stop=a b  seed=1", "hi", "/params")
-    assert llm.params[0] == SamplingParams(top_k=3, stop=["a b"], seed=1)
+    backend = FakeBackend(["x"])
+    said = talk(backend, "/params top_k=3 stop=a b  seed=1", "hi", "/params")
+    assert backend.params[0] == SamplingParams(top_k=3, stop=["a b"], seed=1)
     shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[1:]}
     assert shown["top_k"] == "3"
     assert shown["stop"] == "['a b']"
@@ -120,18 +118,18 @@ def test_params_changes_several_at_once_and_shows_them() -> None:
     ],
 )
 def test_a_bad_parameter_is_one_line_and_changes_nothing(line: str, named: str) -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, f"/params {line}", "hi", params=SamplingParams(top_k=9))
+    backend = FakeBackend(["x"])
+    said = talk(backend, f"/params {line}", "hi", params=SamplingParams(top_k=9))
     error, answer, end = said.split("\n")
     assert error.startswith("error: ")
     assert named in error
     assert (answer, end) == ("x", "")
-    assert llm.params == [SamplingParams(top_k=9)]
+    assert backend.params == [SamplingParams(top_k=9)]
 
 
 def test_stats_count_the_last_answer_and_all() -> None:
-    llm = FakeLLM(["a", "b"], ["c"])
-    said = talk(llm, "/stats", "one", "two", "/stats", "/reset", "/stats")
+    backend = FakeBackend(["a", "b"], ["c"])
+    said = talk(backend, "/stats", "one", "two", "/stats", "/reset", "/stats")
     stats = [line for line in said.splitlines() if "tokens" in line]
     zero, _, _, context, last, total, after = stats[:7]
     assert zero == after == "conversation  0 of 64 tokens"
@@ -141,9 +139,29 @@ def test_stats_count_the_last_answer_and_all() -> None:
     assert total.endswith(" tok/s")
 
 
+def test_stats_and_params_tell_what_a_server_leaves_unknown() -> None:
+    backend = FakeBackend(["a", "b"], ["c"])
+    backend.context_len, backend.knows_defaults = None, False
+    talked = talk(backend, "one", "/stats", "/params temperature=0.5", "/params")
+    assert "conversation  13 tokens\n" in talked
+    assert "temperature                0.5\n" in talked
+    assert "top_p                      of the server (default)\n" in talked
+    assert "seed                       random (default)\n" in talked
+    backend.knows_prompts = False
+
+    def know() -> None:
+        backend.knows_prompts = True
+
+    backend.answers = [["a"], [know], ["b"]]
+    said = talk(backend, "one", "/stats", "two", "three", "/stats")
+    assert "conversation  unknown tokens\n" in said
+    assert "last answer   unknown prompt + 2 output tokens, " in said
+    assert "total         50 + unknown prompt + 5 output tokens, " in said
+
+
 def test_unknown_commands_list_the_known_ones() -> None:
-    llm = FakeLLM(["x"])
-    said = talk(llm, "/rest", "/Exit", "/", "/reset now", "/exit now", "hi")
+    backend = FakeBackend(["x"])
+    said = talk(backend, "/rest", "/Exit", "/", "/reset now", "/exit now", "hi")
     lines = said.splitlines()
     assert len(lines) == 6
     for line, name in zip(lines, ("/rest", "/Exit", "/"), strict=False):
@@ -151,23 +169,23 @@ def test_unknown_commands_list_the_known_ones() -> None:
         assert "/reset /system /params /stats /help /exit" in line
     assert lines[3] == "error: /reset takes no argument, it was given 'now'"
     assert lines[4] == "error: /exit takes no argument, it was given 'now'"
-    assert llm.prompts == [[("user", "hi")]]
+    assert backend.prompts == [[("user", "hi")]]
 
 
 def test_help_names_every_command() -> None:
-    said = talk(FakeLLM(), "/help")
+    said = talk(FakeBackend(), "/help")
     for name in ("/reset", "/system", "/params", "/stats", "/help", "/exit", "/quit", "Ctrl-C"):
         assert name in said
 
 
 @pytest.mark.parametrize("way_out", ["/exit", "/quit", "/exit  ", EOFError])
 def test_ways_to_leave(way_out: str | type[BaseException]) -> None:
-    assert talk(FakeLLM(), way_out) == ""
+    assert talk(FakeBackend(), way_out) == ""
 
 
 @pytest.mark.parametrize(
     ("typed", "offered"), [("/re", ["/reset"]), ("/s", ["/system", "/stats"]), ("see /s", [])]
 )
 def test_only_a_leading_slash_completes(typed: str, offered: list[str]) -> None:
-    found = _completer().get_completions(Document(typed), CompleteEvent())
+    found = completer(list(COMMANDS)).get_completions(Document(typed), CompleteEvent())
     assert [completion.text for completion in found] == offered
