@@ -157,7 +157,17 @@ def test_other_mistakes(
     refused(capsys, arguments, *named)
 
 
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["--bogus"]], ids=str)
+def test_flags_without_a_command_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in ((["--bogus"], "--model"), (["--model", "m", "--bogus"], "--bogus")):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("minisgl serve: error: ")
+        assert named in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"]], ids=str)
 def test_no_command_or_an_unknown_one(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +177,7 @@ def test_no_command_or_an_unknown_one(
     assert (left.value.code, said.out) == (2, "")
     [line] = said.err.splitlines()
     assert line.startswith("minisgl: error: ")
-    assert all(argument in line for argument in arguments[:1] if argument == "bogus")
+    assert all(argument in line for argument in arguments)
 
 
 def test_stdin_that_is_empty_or_no_text(
