@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -96,9 +97,19 @@ class SchedulerWorker:
         """Serve for ever; raises what the device raises when it fails for good."""
         while True:
             for message in self._receiver.receive(wait=not self._scheduler.has_work):
-                self._take(message)
+                self._guarded(self._take, message)
             if self._scheduler.has_work:
-                self._step()
+                self._guarded(self._step)
+
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it; what fails in it ends no other request, unless everything fails."""
+        try:
+            function(*arguments)
+        except Exception:
+            self._num_failed_steps += 1
+            logger.exception("A step failed")
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise
 
     def _take(self, message: ToScheduler) -> None:
         if isinstance(message, Submit):
@@ -120,15 +131,8 @@ class SchedulerWorker:
 
     def _step(self) -> None:
         start = time.monotonic()
-        try:
-            updates = self._scheduler.step()
-            self._num_failed_steps = 0
-        except Exception:
-            self._num_failed_steps += 1
-            logger.exception("A step failed")
-            if self._num_failed_steps >= MAX_FAILED_STEPS:
-                raise
-            return  # what ended by it is told by the next step
+        updates = self._scheduler.step()  # what ends by a failing one is told by the next
+        self._num_failed_steps = 0
         self._deliver(updates, self._stats(start))
 
     def _deliver(self, updates: list[Update], stats: EngineStats) -> None:

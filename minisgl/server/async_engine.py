@@ -35,11 +35,14 @@ from minisgl.message import (
 from minisgl.models import ModelInfo, load_model_info
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.hf import resolve_model_path
+from minisgl.utils.logger import get_logger
 
 from .generation import Generation, Observer
 from .processes import Processes, ProcessOptions
 
 __all__ = ["AsyncEngine"]
+
+logger = get_logger(__name__)
 
 Message = dict[str, Any]
 
@@ -99,6 +102,8 @@ class AsyncEngine:
         if self._processes is not None or self._closed:
             raise RuntimeError("An AsyncEngine is started once")
         path = await asyncio.to_thread(self._read_model)
+        if self._closed:
+            raise EngineDeadError("the engine was closed before it had started")
         self._processes = Processes(
             path, self.tokenizer, vars(self.config), self._options, self._deliver, self._die
         )
@@ -114,8 +119,8 @@ class AsyncEngine:
         if not self._closed:
             self._closed = True
             self._fail_all(EngineDeadError("the engine was closed"))
-            if self._processes is not None:
-                await self._processes.close()
+        if self._processes is not None:
+            await self._processes.close()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -223,8 +228,7 @@ class AsyncEngine:
             self._idle.clear()
             processes.text.submit(message)
             made.append(generation)
-            for observer in self.observers:
-                observer.on_submit(generation)
+            self._tell("on_submit", generation)
         return made
 
     async def generate(
@@ -340,15 +344,13 @@ class AsyncEngine:
             if generation is None:
                 continue
             generation.push(delta)
-            for observer in self.observers:
-                observer.on_delta(generation, delta, now)
+            self._tell("on_delta", generation, delta, now)
             if delta.finish_reason is not None:
                 self._forget(generation, delta)
         stats = message.stats
         if self.stats is None or stats.time_s > self.stats.time_s:
             self.stats = stats
-            for observer in self.observers:
-                observer.on_stats(stats)
+            self._tell("on_stats", stats)
 
     def _forget(self, generation: Generation, delta: SequenceDelta) -> None:
         del self._generations[delta.uid]
@@ -363,8 +365,15 @@ class AsyncEngine:
         group.remove(generation)
         if not group:
             del self._groups[generation.group]
+        self._tell("on_end", generation)
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        """Tell the observers; where one of them fails, nothing else does."""
         for observer in self.observers:
-            observer.on_end(generation)
+            try:
+                getattr(observer, event)(*arguments)
+            except Exception:
+                logger.exception("An observer failed")
 
     def _flushed(self, message: Flushed) -> None:
         future = self._flushes.get(message.ticket)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "error_body",
     "error_response",
     "install_error_handlers",
+    "prompt_called",
     "shorten",
     "to_api_error",
 ]
@@ -122,6 +124,17 @@ def check_model(name: str | None, served: str) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+@contextmanager
+def prompt_called(name: str) -> Iterator[None]:
+    """What is wrong with the prompt is said of the parameter that has it in this request."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "prompt":
+            error.param = name
+        raise
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -117,7 +117,7 @@ class Generation:
             if any(delta.finish_reason == "error" for delta in arrived):
                 raise RequestFailedError("the engine failed while it computed this request")
             yield arrived
-            if self.finished and not self._arrived:
+            if self.finished and not self._arrived and self._error is None:
                 return
 
     async def result(self) -> RequestOutput:

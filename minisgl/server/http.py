@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,18 +14,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.errors import ConfigError
 
+from .errors import ApiError, error_response
+
 __all__ = ["HttpServer", "listen"]
 
 MAX_HEAD_BYTES = 64 << 10
 """Of a request line with its headers. The parser itself would collect any number."""
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
-)
-_TOO_LARGE_BODY = (
-    b'{"error":{"message":"the request\'s headers exceed %d bytes","type":'
-    b'"invalid_request_error","param":null,"code":"headers_too_large"}}' % MAX_HEAD_BYTES
-)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,32 +42,75 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends connections whose request head does not."""
+    """Ends connections whose request head does not, and those whose trailers don't.
 
-    _head_bytes = 0
-    _in_head = True
+    head ──> body ──> head ...                                     an ordinary body, or none
+    head ──> trailers ──> body ──> ... trailers ──> head ...       a body in chunks: behind the
+                                                                   size of each may come trailers
+    """
+
+    _part = "head"
+    _part_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._part_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE % (len(_TOO_LARGE_BODY), _TOO_LARGE_BODY))
-            self.transport.close()
+        is_bounded = self._part != "body"
+        if is_bounded and self._part_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            message = f"the request's headers exceed {MAX_HEAD_BYTES} bytes"
+            self._hang_up(ApiError(431, message, code="headers_too_large"))
 
-    def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's, for what its parser did not take."""
+        self._hang_up(ApiError(400, "the request is not valid HTTP"))
+
+    def _hang_up(self, error: ApiError) -> None:
+        if self._may_answer():
+            response = error_response(error)
+            status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()
+            headers = [b"%s: %s" % header for header in response.raw_headers]
+            lines = [status, *headers, b"connection: close", b"", bytes(response.body)]
+            self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether what is said now will be taken for the answer to what comes in."""
+        cycle = self.cycle  # of the request whose head came last
+        if self._part == "head":
+            return cycle is None or cycle.response_complete
+        return not cycle.response_started and not self.pipeline
+
+    def _begin(self, part: str) -> None:
+        self._part, self._part_bytes = part, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._part == "head":  # a trailer is no header, and nobody asks for any
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
         super().on_headers_complete()
+        self._begin("body")
+
+    def on_chunk_header(self) -> None:
+        self._begin("trailers")
+
+    def on_body(self, body: bytes) -> None:
+        self._begin("body")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._begin("head")  # of the next request
+        super().on_message_complete()
 
 
 class HttpServer(uvicorn.Server):
     """Serves an application until `stop`; signals are its owner's business."""
 
     def __init__(self, app: ASGIApp) -> None:
+        for name in ("uvicorn", "asyncio"):  # they speak in our log's form, if they must
+            theirs = logging.getLogger(name)
+            theirs.handlers = list(logging.getLogger("minisgl").handlers)
+            theirs.setLevel(logging.WARNING)
         super().__init__(
             uvicorn.Config(
                 app,

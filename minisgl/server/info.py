@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 from typing_extensions import TypedDict
 
 import minisgl
@@ -24,6 +24,7 @@ from .context import ServerContext
 from .errors import ApiError, check_model
 from .jsonbody import StrictRoute
 from .protocol import Body, ChatCompletionRequest, ChatMessage
+from .protocol.sampling import TokenId
 
 __all__ = ["router"]
 
@@ -137,7 +138,7 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     """The served model's name."""
-    tokens: list[int]
+    tokens: Annotated[list[TokenId], FailFast()]
     """Token ids in the vocabulary."""
 
 

@@ -20,11 +20,10 @@ from fastapi.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from minisgl import __version__
-from minisgl.errors import InvalidRequestError
 from minisgl.llm.requests import naming_prompt
 
 from .context import ServerContext
-from .errors import check_model
+from .errors import check_model, prompt_called
 from .generation import Generation
 from .jsonbody import StrictRoute
 from .logprobs import TokenTexts
@@ -32,7 +31,7 @@ from .native_answer import Answer
 from .native_protocol import AbortRequest, GenerateRequest
 from .openai import read_request_id
 from .openai_call import merged
-from .sse import CallResponse
+from .sse import STREAM_CONTENT, CallResponse
 
 __all__ = ["router"]
 
@@ -66,7 +65,7 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _add_generation(routes: APIRouter, context: ServerContext) -> None:
-    @routes.post("/generate", response_model=None)
+    @routes.post("/generate", response_model=None, responses={200: {"content": STREAM_CONTENT}})
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Go on with one prompt or several.
 
@@ -148,11 +147,11 @@ async def _start(
 ) -> NativeCall:
     """Check and submit a request; `request_id` is its name unless it has a `rid`."""
     context.state.require_ready()
-    check_model(body.model, context.model_name)
+    check_model(None if body.model == "unknown" else body.model, context.model_name)
     params = body.params(context.config.max_n)
     prompts = body.prompts()
     options: dict[str, Any] = {"priority": body.priority, "cache_salt": body.extra_key}
-    try:
+    with prompt_called(body.field):
         ids = []
         for index, prompt in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
@@ -170,10 +169,6 @@ async def _start(
                 generation.abort()
             raise
         return NativeCall(body.rid[0], body, made, context)
-    except InvalidRequestError as error:
-        if error.param == "prompt":  # which is called otherwise here
-            error.param = body.field
-        raise
 
 
 class NativeCall:

@@ -18,7 +18,7 @@ from .errors import shorten
 from .openai import MAX_REQUEST_ID
 from .protocol import Body
 from .protocol.base import Neutral
-from .protocol.completion import MAX_PROMPTS
+from .protocol.completion import MAX_PROMPTS, IdLists, Ids, Text, Texts
 from .protocol.sampling import (
     INT64,
     Count,
@@ -154,16 +154,26 @@ _RENAMED = {
 }
 
 
+RequestId = Annotated[str, Field(max_length=MAX_REQUEST_ID, pattern="^[ -~]+$")]
+RequestIds = Annotated[list[RequestId], Field(min_length=1, max_length=MAX_PROMPTS)]
+Samplings = Annotated[list[NativeSampling], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
 class GenerateRequest(Body):
     """One prompt or several, as text or as token ids."""
 
     neutral = {
         **dict.fromkeys(("image_data", "video_data", "audio_data"), Neutral("images", _LIST)),
         **dict.fromkeys(("lora_path", "lora_id"), Neutral("LoRA adapter", _LIST)),
+        **dict.fromkeys(
+            ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+            Neutral("disaggregated prefill", ("",)),
+        ),
+        **dict.fromkeys(
+            ("return_routed_experts", "return_indexer_topk", "routed_experts_start_len"),
+            Neutral("output of routed experts", (False, 0)),
+        ),
         "background": Neutral("background processing", _OFF),
-        "bootstrap_host": Neutral("disaggregated prefill", ("",)),
-        "bootstrap_port": Neutral("disaggregated prefill"),
-        "bootstrap_room": Neutral("disaggregated prefill"),
         "custom_labels": Neutral("label of a client's in the metrics", ({},)),
         "custom_logit_processor": Neutral("logits processor of a client's", _LIST),
         "data_parallel_rank": Neutral("second replica", (0,)),
@@ -174,27 +184,27 @@ class GenerateRequest(Body):
         "return_bytes": Neutral("output of bytes", _OFF),
         "return_entropy": Neutral("output of entropies", _OFF),
         "return_hidden_states": Neutral("output of hidden states", _OFF),
-        "return_routed_experts": Neutral("output of routed experts", _OFF),
+        "require_reasoning": Neutral("parser of reasoning", _OFF),
+        "return_prompt_token_ids": Neutral("output of the prompt's ids", _OFF),
         "session_params": Neutral("session", ({},)),
         "token_ids_logprob": Neutral("log-probabilities of chosen tokens", _LIST),
     }
 
     model: str | None = None
-    """The served model's name."""
+    """The served model's name; `unknown` is no name, but what SGLang's router sends for none."""
     text: Annotated[
-        str | list[str] | None, PlainValidator(_texts, json_schema_input_type=str | list[str])
+        str | list[str] | None, PlainValidator(_texts, json_schema_input_type=Text | Texts)
     ] = None
     """A text, or several: up to 1024. Either `text` or `input_ids` is needed."""
     input_ids: Annotated[
         list[int] | list[list[int]] | None,
-        PlainValidator(_token_ids, json_schema_input_type=list[TokenId] | list[list[TokenId]]),
+        PlainValidator(_token_ids, json_schema_input_type=Ids | IdLists),
     ] = None
     """Token ids of a prompt, or a list of them for each of several."""
     sampling_params: Annotated[
-        list[NativeSampling],
-        Field(min_length=1, max_length=MAX_PROMPTS),
+        Samplings,
         FailFast(),
-        BeforeValidator(_listed, json_schema_input_type=NativeSampling | list[NativeSampling]),
+        BeforeValidator(_listed, json_schema_input_type=NativeSampling | Samplings),
     ] = [NativeSampling()]
     """For all prompts, or a list with one for each."""
     stream: bool = False
@@ -209,7 +219,8 @@ class GenerateRequest(Body):
     return_text_in_logprobs: bool = False
     """Give the tokens' texts with their log-probabilities."""
     rid: Annotated[
-        str | list[str] | None, PlainValidator(_request_ids, json_schema_input_type=str | list[str])
+        str | list[str] | None,
+        PlainValidator(_request_ids, json_schema_input_type=RequestId | RequestIds),
     ] = None
     """Id of the request, by which it can be aborted; a list gives each prompt its own."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0

@@ -32,7 +32,7 @@ from .openai_call import Heading, OpenAICall
 from .protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
 from .reasoning import ReasoningParser
 from .responses import ChatCompletion, Completion
-from .sse import CallResponse
+from .sse import STREAM_CONTENT, CallResponse
 
 __all__ = ["OpenAIService", "read_request_id", "router"]
 
@@ -217,7 +217,6 @@ def router(context: ServerContext) -> APIRouter:
 
 def _described(model: type) -> dict[int | str, dict[str, Any]]:
     """The responses of an endpoint for `/openapi.json`."""
-    stream = {"schema": {"type": "string", "description": "Events, when `stream` is set."}}
     errors = {
         400: "The request can't be served as it is; the message says what to change.",
         401: "No API key, or a wrong one.",
@@ -227,6 +226,6 @@ def _described(model: type) -> dict[int | str, dict[str, Any]]:
         503: "The server is loading, full, or ending; `Retry-After` says when to try again.",
     }
     return {
-        200: {"model": model, "content": {"text/event-stream": stream}},
+        200: {"model": model, "content": STREAM_CONTENT},
         **{status: {"model": ErrorBody, "description": why} for status, why in errors.items()},
     }

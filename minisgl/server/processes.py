@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,10 +45,10 @@ class ProcessOptions(NamedTuple):
 
 
 class Processes:
-    """One scheduler, any number of text workers, and the thread that receives their messages.
+    """One scheduler, any number of text workers, and the socket for their messages.
 
-    `deliver` gets each step's deltas, and `die` the error when a process ends that should not;
-    both in the event loop's thread, like every other call.
+    `deliver` gets each step's deltas, and `die` the error when a process ends that should not.
+    All of it belongs to one event loop's thread.
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class Processes:
         self._started: asyncio.Future[EngineReady] = self._loop.create_future()
         self._engine_ready: EngineReady | None = None
         self._num_starting = 1 + options.tokenizer_workers
-        self._closing = False
+        self._closer: asyncio.Future[None] | None = None
         self._children: list[Child] = []
         self._renderer: TemplateRenderer | None = None
+        folder = os.path.abspath(model_path)  # the children are elsewhere
         self._folder = make_socket_folder()
         front, scheduler = self._address("front"), self._address("scheduler")
         self._receiver: Receiver[ToFront] = Receiver(front, ToFront)
@@ -90,68 +90,75 @@ class Processes:
         self._specs: list[tuple[str, Any]] = [
             (
                 "minisgl.scheduler.worker",
-                WorkerSpec(model_path, config, scheduler, front, routes, *log),
+                WorkerSpec(folder, config, scheduler, front, routes, *log),
             )
         ]
         for i in range(options.tokenizer_workers):
             spec = TextWorkerSpec(
-                i, model_path, options.template_timeout, routes[i], front, scheduler, *log
+                i, folder, options.template_timeout, routes[i], front, scheduler, *log
             )
             self._specs.append(("minisgl.server.text_worker", spec))
-        self._thread = threading.Thread(target=self._receive, name="receive", daemon=True)
 
     def _address(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
     async def start(self) -> EngineReady:
         """Start them all; raises what kept one from starting."""
-        self._thread.start()
+        self._loop.add_reader(self._receiver.fileno(), self._receive)
         for module, spec in self._specs:
-            self._children.append(await asyncio.to_thread(Child, module, spec, self._exited))
+            await asyncio.to_thread(self._spawn, module, spec)
         ready = await self._started
         self.is_ready = True
         return ready
 
+    def _spawn(self, module: str, spec: Any) -> None:
+        child = Child(module, spec, self._exited)
+        self._children.append(child)
+        if self._closer is not None:  # it was closed meanwhile, and may not have seen this one
+            child.stop()
+
     async def close(self) -> None:
         """End them all and remove what they left; any number of times."""
-        if self._closing:
-            return
-        self._closing = True
+        if self._closer is None:
+            self._closer = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closer)
+
+    async def _close(self) -> None:
+        if not self._started.done():
+            self._fail_start(EngineDeadError("the engine was closed before it had started"))
+            self._started.exception()  # whether or not `start` waits for it
         self.text.close()
         await asyncio.gather(*(asyncio.to_thread(child.stop) for child in self._children))
-        if self._thread.is_alive():
-            self._receiver.stop()
-            await asyncio.to_thread(self._thread.join)
+        self._loop.remove_reader(self._receiver.fileno())
         self._receiver.close()
         self.scheduler.close()
         if self._renderer is not None:
             await asyncio.to_thread(self._renderer.close)
         remove_folder(self._folder)
 
-    # -- in the receiving thread -------------------------------------------------------------
-
-    def _receive(self) -> None:
-        while not self._receiver.stopped:
-            for message in self._receiver.receive(wait=True):
-                if isinstance(message, StepDone):
-                    assert isinstance(self.text, ThreadText)
-                    message = self.text.on_step(message)
-                self._call(self._take, message)
-
     def _exited(self, child: Child, code: int) -> None:
-        self._call(self._child_ended, child, code)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have it called in the event loop's thread."""
+        """In the thread that waits for the child."""
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._child_ended, child, code)
         except RuntimeError:  # the loop is closed: there is nobody to tell
             logger.debug("The event loop ended before the engine was closed")
 
-    # -- in the event loop's thread ----------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Take what came. Here and not in a thread: it is little, and a token has one wait less."""
+        try:
+            for message in self._receiver.receive(wait=False):
+                self._take(message)
+        except Exception as error:  # a fault of ours; those whose messages it lost would wait on
+            logger.exception("A message could not be taken")
+            self._die(EngineDeadError(f"the front failed: {type(error).__name__}: {error}"))
 
     def _take(self, message: ToFront) -> None:
-        if isinstance(message, Deltas):
+        if isinstance(message, StepDone):
+            assert isinstance(self.text, ThreadText)
+            self._deliver(self.text.on_step(message))
+        elif isinstance(message, Deltas):
             self._deliver(message)
         elif isinstance(message, (Answer, Refusal)):
             assert isinstance(self.text, ProcessText)
@@ -160,7 +167,10 @@ class Processes:
             self.on_flushed(message)
         elif isinstance(message, StartFailed):
             if not self._started.done():
-                self._started.set_exception(error_named(message.kind, message.message))
+                kind, why = message.kind, message.message
+                self._started.set_exception(
+                    error_named(kind, why) or EngineDeadError(f"{kind}: {why}")
+                )
         elif isinstance(message, (EngineReady, TextReady)):
             if isinstance(message, EngineReady):
                 self._engine_ready = message
@@ -170,17 +180,27 @@ class Processes:
                 self._started.set_result(self._engine_ready)
 
     def _child_ended(self, child: Child, code: int) -> None:
-        if self._closing:
+        if self._closer is not None:
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        error = EngineDeadError(f"the process {child.module} (pid {child.pid}) {how}")
+        error = EngineDeadError(f"the process {child.module} (pid {child.pid}) {_how(code)}")
         if not self.is_ready:
             # Its own message says more and may still be on the way.
             self._loop.call_later(0.5, self._fail_start, error)
         else:
             logger.error("%s", error)
+            self.text.fail(error)
             self._die(error)
 
     def _fail_start(self, error: EngineDeadError) -> None:
         if not self._started.done():
             self._started.set_exception(error)
+
+
+def _how(code: int) -> str:
+    """How a process came to its exit code."""
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal: most have no name
+        return f"was killed by signal {-code}"

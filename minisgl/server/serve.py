@@ -34,6 +34,9 @@ __all__ = ["serve"]
 
 logger = get_logger(__name__)
 
+_ABORT_S = 5.0
+"""An abort takes until the end of a step. One that takes longer may never end."""
+
 
 def serve(model: str, config: EngineConfig, options: ServerConfig) -> int:
     """Serve `model` until a signal ends it; returns the exit code: 0, or 1 if the engine died.
@@ -111,13 +114,7 @@ class _Server:
             print(_ready_line(self._sock, self._options, engine), flush=True)
             await asyncio.wait((stop, died), return_when=asyncio.FIRST_COMPLETED)
             if not died.done():
-                self._state.draining = True
-                live = engine.num_live
-                logger.info("shutting down; %d sequences are being generated", live)
-                await asyncio.wait(
-                    (asyncio.ensure_future(engine.drain(self._options.shutdown_timeout)), died),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                await self._drain(engine, died)
             if engine.error is None:
                 return 0
             self._state.error = engine.error
@@ -127,6 +124,20 @@ class _Server:
             for task in (stop, starting, died):
                 task.cancel()
             await asyncio.gather(stop, starting, died, return_exceptions=True)
+
+    async def _drain(self, engine: AsyncEngine, died: asyncio.Future[Any]) -> None:
+        """Have everything end, if not by itself then by aborts, if not by those then by force."""
+        self._state.draining = True
+        logger.info("shutting down; %d sequences are being generated", engine.num_live)
+        timeout_s = self._options.shutdown_timeout
+        draining = asyncio.ensure_future(engine.drain(timeout_s))
+        done, _ = await asyncio.wait(
+            (draining, died), timeout=timeout_s + _ABORT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            logger.warning("the engine did not abort its requests in %g s", _ABORT_S)
+            draining.cancel()
+            await engine.close()  # at once: their clients are told
 
     def _handle_signals(self, engine: AsyncEngine) -> None:
         def on_signal() -> None:

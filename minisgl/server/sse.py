@@ -23,9 +23,22 @@ from starlette.types import Receive, Scope, Send
 
 from .errors import error_body, to_api_error
 
-__all__ = ["DONE", "Call", "CallResponse", "event"]
+__all__ = ["DONE", "STREAM_CONTENT", "Call", "CallResponse", "event"]
 
 DONE = b"data: [DONE]\n\n"
+STREAM_CONTENT = {
+    "text/event-stream": {
+        "itemSchema": {
+            "type": "object",
+            "description": "An event, when `stream` is set.",
+            "properties": {
+                "data": {"type": "string", "description": "A JSON object; `[DONE]` in the last."}
+            },
+            "required": ["data"],
+        }
+    }
+}
+"""Of a response in `/openapi.json`, besides its JSON."""
 
 
 class Call(AbstractAsyncContextManager["Call"], Protocol):

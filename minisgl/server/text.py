@@ -3,7 +3,7 @@
 Both ways answer the same calls. A request goes to the scheduler, and its end is asked for, by the
 one path that also knows its sequences, so that neither can overtake the other:
 
-    ThreadText    AsyncEngine ──────────────────────────> scheduler ──> receiving thread
+    ThreadText    AsyncEngine ──────────────────────────> scheduler ──> AsyncEngine
     ProcessText   AsyncEngine ──> worker uid_i ─────────> scheduler ──> the same worker ──> ...
 """
 
@@ -14,12 +14,15 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from minisgl import errors
 from minisgl.errors import (
     ChatTemplateError,
     EngineDeadError,
     InvalidRequestError,
     MinisglError,
+    RequestFailedError,
 )
 from minisgl.message import (
     Abort,
@@ -63,8 +66,12 @@ class TextSide(Protocol):
         """Pass it on to the scheduler."""
         ...
 
+    def fail(self, error: EngineDeadError) -> None:
+        """Nobody may be there any more to answer the open questions: they raise this."""
+        ...
+
     def close(self) -> None:
-        """Open questions get `EngineDeadError`."""
+        """Take no more questions; those that are open are answered, or raise."""
         ...
 
 
@@ -100,11 +107,21 @@ def _checked(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return template_kwargs or {}
 
 
-def error_named(kind: str, message: str, param: str | None = None) -> Exception:
-    """An error of `minisgl.errors` by the name it had in another process."""
+def _check_chat(question: EncodeChat) -> None:
+    """Raise `ChatTemplateError` for what the other side would not take as this type."""
+    try:
+        for dicts in (question.messages, question.tools):
+            msgspec.convert(dicts, list[dict[str, Any]] | None)
+        msgspec.convert(question.template_kwargs, dict[str, Any] | None)
+    except msgspec.ValidationError as error:
+        raise ChatTemplateError(f"not plain JSON data: {error}", "messages") from error
+
+
+def error_named(kind: str, message: str, param: str | None = None) -> MinisglError | None:
+    """An error of `minisgl.errors` by the name it had in another process; None if it is no such."""
     cls: type[MinisglError] | None = getattr(errors, kind) if kind in errors.__all__ else None
     if cls is None:
-        return EngineDeadError(f"{kind}: {message}")
+        return None
     return cls(message, param) if issubclass(cls, InvalidRequestError) else cls(message)
 
 
@@ -117,13 +134,18 @@ class ThreadText:
         self._tracker = SequenceTracker(
             tokenizer, lambda uids: scheduler.send(Abort(uids, reason="stop"))
         )
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="text")
+        # Whoever must wait for a slow template or text keeps only others of the kind waiting.
+        self._texts = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long text")
+        self._chats = ThreadPoolExecutor(2, thread_name_prefix="chat")
 
     async def ask(self, question: Question) -> Answer:
         """See `TextSide`."""
-        is_long = isinstance(question, Encode) and len(question.text) > LONG_TEXT
-        threads = self._long_texts if is_long else self._threads
+        threads = self._texts
+        if isinstance(question, EncodeChat):
+            threads = self._chats
+        elif isinstance(question, Encode) and len(question.text) > LONG_TEXT:
+            threads = self._long_texts
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, answer, self._tokenizer, question)
 
@@ -137,13 +159,17 @@ class ThreadText:
         self._scheduler.send(message)
 
     def on_step(self, message: StepDone) -> Deltas:
-        """A step as text; in the receiving thread."""
+        """A step as text, in the event loop: a few microseconds a token."""
         return Deltas(self._tracker.push(message.updates), message.stats)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """See `TextSide`: the threads are there and answer."""
 
     def close(self) -> None:
         """See `TextSide`."""
-        for threads in (self._threads, self._long_texts):
-            threads.shutdown(wait=False, cancel_futures=True)
+        # Not cancelled: that would look to those who wait as if they had been.
+        for threads in (self._texts, self._long_texts, self._chats):
+            threads.shutdown(wait=False)
 
 
 class ProcessText:
@@ -156,6 +182,8 @@ class ProcessText:
 
     async def ask(self, question: Question) -> Answer:
         """See `TextSide`."""
+        if isinstance(question, EncodeChat):
+            _check_chat(question)
         ticket = question.ticket = next(self._tickets)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._open[ticket] = future
@@ -180,7 +208,8 @@ class ProcessText:
         if isinstance(message, Answer):
             future.set_result(message)
         else:
-            future.set_exception(error_named(message.kind, message.message, message.param))
+            error = error_named(message.kind, message.message, message.param)
+            future.set_exception(error or RequestFailedError("a text failed; the log says why"))
 
     def submit(self, message: Submit) -> None:
         """See `TextSide`."""
@@ -192,10 +221,14 @@ class ProcessText:
         for worker in self._workers:
             worker.send(message)
 
-    def close(self) -> None:
+    def fail(self, error: EngineDeadError) -> None:
         """See `TextSide`."""
         for future in self._open.values():
             if not future.done():
-                future.set_exception(EngineDeadError("the engine was closed"))
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """See `TextSide`."""
+        self.fail(EngineDeadError("the engine was closed"))
         for worker in self._workers:
             worker.close()

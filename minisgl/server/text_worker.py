@@ -16,6 +16,7 @@ from minisgl.llm.requests import load_tokenizer
 from minisgl.message import (
     Abort,
     Deltas,
+    EncodeChat,
     Refusal,
     StartFailed,
     StepDone,
@@ -65,8 +66,9 @@ class _TextWorker:
         self._tracker = SequenceTracker(
             tokenizer, lambda uids: scheduler.send(Abort(uids, reason="stop"))
         )
-        # Prompts wait for each other or for a slow template here, tokens to show never do.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        # Prompts wait for each other here, and chats for a slow template; tokens to show never do.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._chats = ThreadPoolExecutor(2, thread_name_prefix="chat")
 
     def take(self, message: ToTextWorker) -> None:
         """Do what one message asks for."""
@@ -79,7 +81,8 @@ class _TextWorker:
         elif isinstance(message, Abort):
             self._scheduler.send(message)
         else:
-            self._threads.submit(self._answer, message)
+            threads = self._chats if isinstance(message, EncodeChat) else self._texts
+            threads.submit(self._answer, message)
 
     def _answer(self, question: Question) -> None:
         try:

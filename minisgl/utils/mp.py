@@ -16,12 +16,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 
 from minisgl.errors import ConfigError
+
+from .logger import get_logger
 
 __all__ = [
     "Child",
@@ -35,6 +38,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+logger = get_logger(__name__)
+
+_IMPORT_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds this `minisgl`
 _MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the name of a Unix socket
 
 
@@ -76,37 +82,37 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """Receives the messages that are sent to an address, in one thread."""
+    """Receives the messages that are sent to an address, in one thread.
+
+    What is no message of the `kind` is logged and dropped: no process of ours sent it, and those
+    that others wait for go on.
+    """
 
     def __init__(self, address: str, kind: Any) -> None:
-        self.stopped = False
         self._socket = _socket(zmq.PULL)
         self._socket.bind(f"ipc://{address}")
-        self._within = f"inproc://{address}"  # for `stop`, whatever became of the file
-        self._socket.bind(self._within)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
+    def fileno(self) -> int:
+        """A file descriptor that is readable whenever there may be something to `receive`."""
+        number = self._socket.getsockopt(zmq.FD)
+        assert isinstance(number, int)
+        return number
+
     def receive(self, *, wait: bool) -> list[T]:
-        """All messages that are there; with `wait`, at least one, unless it is `stopped`."""
+        """All messages that are there; with `wait`, once something has come."""
         messages: list[T] = []
         flags = 0 if wait else zmq.NOBLOCK
-        while not self.stopped:
+        while True:
             try:
                 data = self._socket.recv(flags)
             except zmq.Again:
-                break
-            if data:
-                messages.append(self._decoder.decode(data))
-            else:
-                self.stopped = True
+                return messages
             flags = zmq.NOBLOCK
-        return messages
-
-    def stop(self) -> None:
-        """Have the thread that receives, which is another, return from `receive` for good."""
-        with _socket(zmq.PUSH) as socket:
-            socket.connect(self._within)
-            socket.send(b"")
+            try:
+                messages.append(self._decoder.decode(data))
+            except (msgspec.MsgspecError, RecursionError) as error:
+                logger.error("Dropped %d bytes that are no message: %s", len(data), error)
 
     def close(self) -> None:
         """Close it and remove the socket's file."""
@@ -125,7 +131,8 @@ class Child:
 
     It gets its arguments as one JSON line on stdin, which then stays open: when it ends, because
     the parent closed it or died in whatever way, so does the child. `on_exit` is called, in a
-    thread, with the exit code (negative: the signal that killed it).
+    thread, with the exit code (negative: the signal that killed it). The child's folder is not
+    the parent's, and Ctrl-C at the parent's terminal does not reach it.
     """
 
     def __init__(
@@ -137,6 +144,10 @@ class Child:
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=sys.__stderr__ if sys.__stderr__ is not None else subprocess.DEVNULL,
+            # The first place where -m looks for modules must not be wherever the user happens to
+            # be: a folder with somebody's model, and a `json.py` in it.
+            cwd=_IMPORT_ROOT,
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died already: `on_exit` tells
@@ -172,8 +183,8 @@ def read_spec(kind: type[T]) -> T:
 def exit_with_parent(folder: str) -> None:
     """In a `Child`'s main, after `read_spec`: end this process when the parent closes its stdin.
 
-    Ctrl-C and a service manager's SIGTERM reach the whole group of processes, and how requests
-    end is the parent's to say: both are ignored here. `folder`, that of the sockets, is removed
+    A service manager's SIGTERM reaches every process of a service, and how requests end is the
+    parent's to say: it is ignored here, and so is SIGINT. `folder`, that of the sockets, is removed
     for a parent that can't do it any more.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)

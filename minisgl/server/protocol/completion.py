@@ -11,19 +11,15 @@ from .base import Neutral
 from .compat import ENGINES, STRUCTURED_OUTPUT
 from .sampling import Logprobs, SamplingBody
 
-__all__ = ["MAX_PROMPTS", "CompletionRequest"]
+__all__ = ["MAX_PROMPTS", "CompletionRequest", "IdLists", "Ids", "Text", "Texts"]
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
 
 Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-AnyPrompt = (
-    Text
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Ids
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -65,7 +61,8 @@ class CompletionRequest(SamplingBody):
     }
 
     prompt: Annotated[
-        list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=AnyPrompt)
+        list[str | list[int]],
+        PlainValidator(_prompts, json_schema_input_type=Text | Texts | Ids | IdLists),
     ]
     """A text, several, token ids, or several lists of them; up to 1024 in one request."""
     echo: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from minisgl.errors import InvalidRequestError
 from minisgl.params import MAX_LOGPROBS, MAX_N, MAX_STOPS, SamplingParams
@@ -22,8 +22,11 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenIdKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
+BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": r"^[0-9]{1,19}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 TokenId = Annotated[int, Field(ge=0, le=INT64 - 1)]
 
 
@@ -89,10 +92,7 @@ class SamplingBody(Body):
     model's, else 1."""
     seed: Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | None = None
     """The same request with the same seed samples the same tokens. Default: a new one."""
-    logit_bias: Annotated[
-        dict[int, float],
-        PlainValidator(_biases, json_schema_input_type=dict[TokenIdKey, Bias]),
-    ] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(BIASES)] = {}
     """Added to the logits of these tokens; keys are token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     """Choices to generate for each prompt; the server may have a lower limit."""
