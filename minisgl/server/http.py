@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.errors import ConfigError
 
@@ -20,6 +20,8 @@ __all__ = ["HttpServer", "listen"]
 
 MAX_HEAD_BYTES = 64 << 10
 """Of a request line with its headers. The parser itself would collect any number."""
+MAX_PIPELINED = 4
+"""Requests that a connection may send ahead of their answers; hardly any client sends one."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -51,6 +53,21 @@ class _Protocol(HttpToolsProtocol):
 
     _part = "head"
     _part_bytes = 0
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+    """Requests of this connection, in turn, whose answer is not complete."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request that waits or runs; uvicorn tells the last one only."""
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def drop_half_request(self) -> None:
+        """Close the connection if a request's body has begun and not ended."""
+        if self._part != "head" and not self.transport.is_closing():
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._part_bytes += len(data)
@@ -89,6 +106,13 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        cycles = (*self._cycles, self.cycle)
+        self._cycles = tuple(cycle for cycle in cycles if not cycle.response_complete)
+        # uvicorn reads no further while a request waits for the one before it, and would not see
+        # the client go. We read on, and bound what can wait.
+        self.flow.resume_reading()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.close()
         self._begin("body")
 
     def on_chunk_header(self) -> None:
@@ -128,6 +152,9 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Take no more connections, and end when those that are open have their answers."""
         self.should_exit = True
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, _Protocol)
+            connection.drop_half_request()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
