@@ -53,12 +53,14 @@ print(json.dumps([asyncio.run(use()), asyncio.run(use(tokenizer_workers=1))]))
 """
 UNCLOSED = """
 import asyncio
+from minisgl.params import SamplingParams
 from minisgl.server import AsyncEngine
 
 async def main():
     engine = AsyncEngine("model", num_pages=64)
     await engine.start()
-    print((await engine.generate("hello")).outputs[0].finish_reason)
+    output = await engine.generate("hello", SamplingParams(ignore_eos=True))
+    print(output.outputs[0].finish_reason)
 
 asyncio.run(main())
 """

@@ -142,7 +142,7 @@ class FakeProcesses:
     def __init__(self, path: str, tokenizer: Any, config: Any, options: Any, *calls: Any) -> None:
         self.deliver, self.die = calls
         self.is_ready = False
-        self.closed = 0
+        self.closed = False
         self.on_flushed: Callable[[Flushed], None] = lambda message: None
         self.scheduler = FakeSender()
         self.submitted: list[Submit] = []
@@ -154,7 +154,7 @@ class FakeProcesses:
         return READY
 
     async def close(self) -> None:
-        self.closed += 1
+        self.closed = True
 
     def submit(self, message: Submit) -> None:
         self.submitted.append(message)
@@ -182,7 +182,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             async with engine:
                 processes: Any = engine._processes
                 await test(engine, processes)
-            assert processes.closed == 1
+            assert processes.closed
 
         asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
@@ -173,24 +174,32 @@ def test_what_is_no_message_is_dropped_with_a_log_line(
     while not got:
         got += receiver.receive(wait=True)
     assert got == [Flush(7)]
-    assert not receiver.stopped
     assert f"Dropped {len(garbage)} bytes that are no message" in caplog.text
 
 
-def test_stop_from_another_thread_ends_the_wait(receiver: Receiver[Any]) -> None:
-    stopper = threading.Thread(target=receiver.stop)
-    stopper.start()
-    assert receiver.receive(wait=True) == []
-    assert receiver.stopped
-    assert receiver.receive(wait=True) == []  # for good
-    stopper.join()
+def test_an_event_loop_can_wait_for_messages(folder: str, receiver: Receiver[Any]) -> None:
+    async def main() -> list[Any]:
+        got: list[Any] = []
+        enough = asyncio.Event()
 
+        def receive() -> None:
+            got.extend(receiver.receive(wait=False))
+            if len(got) == 500:
+                enough.set()
 
-def test_stop_works_when_the_folder_is_gone(folder: str, receiver: Receiver[Any]) -> None:
-    remove_folder(folder)
-    receiver.stop()
-    assert receiver.receive(wait=True) == []
-    assert receiver.stopped
+        loop = asyncio.get_running_loop()
+        loop.add_reader(receiver.fileno(), receive)
+        sender: Sender[Any] = Sender(f"{folder}/here")
+        for ticket in range(500):
+            sender.send(Flush(ticket))
+            if ticket % 50 == 0:
+                await asyncio.sleep(0.001)  # it comes in bursts, some while others are taken
+        await asyncio.wait_for(enough.wait(), TIMEOUT_S)
+        loop.remove_reader(receiver.fileno())
+        sender.close()
+        return got
+
+    assert asyncio.run(main()) == [Flush(ticket) for ticket in range(500)]
 
 
 # -- children --------------------------------------------------------------------------------
