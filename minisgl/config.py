@@ -9,18 +9,20 @@ Command-line flags are made from `EngineConfig`'s fields: their names, types, de
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .utils.flags import option
-from .utils.hardware import Hardware
-from .utils.torch_utils import DTYPES, parse_dtype
+
+if TYPE_CHECKING:  # commands that load no model start without it
+    import torch
+
+    from .utils.hardware import Hardware
 
 __all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 _MAX_THREADS = 1024
 """Far more crash the OpenMP runtime instead of raising."""
 
@@ -49,7 +51,7 @@ class EngineConfig:
     )
     max_prefill_length: int | None = option(
         None,
-        "tokens computed in one step, decoding included (default: 1024 on CPU, 8192 on CUDA)",
+        "tokens computed in one step, decoding included (default: 256 on CPU, 8192 on CUDA)",
         aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
     )
     cache: str = option(
@@ -174,6 +176,8 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
 
     Pure: the same arguments give the same result, on every rank.
     """
+    import torch
+
     choices = _Choices()
     choose = choices.choose
     device = _device(config, hardware, choices)
@@ -229,6 +233,10 @@ def _device(config: EngineConfig, hardware: Hardware, choices: _Choices) -> str:
 
 
 def _dtype(config: EngineConfig, model: ModelFacts, cpu: bool, choices: _Choices) -> torch.dtype:
+    import torch
+
+    from .utils.torch_utils import parse_dtype
+
     asked = None if config.dtype == "auto" else parse_dtype(config.dtype)
     if cpu and asked == torch.float16:
         raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
@@ -249,8 +257,12 @@ def _check_length(config: EngineConfig, model: ModelFacts) -> None:
 
 
 def _batch_limits(config: EngineConfig, device: str, choices: _Choices) -> tuple[int, int]:
-    """Most running requests, and the token budget of a step, which has room for one of each."""
-    running_default, budget_default = (64, 1024) if device == "cpu" else (256, 8192)
+    """Most running requests, and the token budget of a step, which has room for one of each.
+
+    A CPU's budget is small: whoever decodes waits for the prefill beside it, and larger chunks
+    are not faster there.
+    """
+    running_default, budget_default = (64, 256) if device == "cpu" else (256, 8192)
     budget = choices.choose(
         "max_prefill_length",
         config.max_prefill_length,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from minisgl.errors import ConfigError, RequestFailedError
+from minisgl.server.config import API_KEY_VARIABLE
 
 from .arrivals import Departure, arrival_times, drive
 from .client import Client, Reply
@@ -50,7 +51,7 @@ async def _bench(options: ServeOptions, goodput: Mapping[str, float]) -> ServeRu
     client = Client(
         options.base_url,
         options.endpoint,
-        api_key=options.api_key or os.environ.get("MINISGL_API_KEY"),
+        api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
         timeout_s=options.timeout,
     )
     async with client:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.params import SamplingParams
+from minisgl.server.config import API_KEY_VARIABLE
 
 from .flags import add_flags, from_flags
 
@@ -80,5 +81,5 @@ def _server(arguments: argparse.Namespace, config: EngineConfig) -> Backend:
 
     from minisgl.shell.url_backend import UrlBackend
 
-    key = arguments.api_key or os.environ.get("MINISGL_API_KEY")
+    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE)
     return UrlBackend(arguments.url, arguments.model, key)

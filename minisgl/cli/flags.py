@@ -43,7 +43,8 @@ class _Formatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
         silent = (None, False, (), argparse.SUPPRESS)
-        if "default" not in text and action.default not in silent:
+        shown = not any(action.default is value for value in silent)  # 0 is a default to show
+        if "default" not in text and shown:
             text += " (default: %(default)s)"
         return text
 

@@ -22,7 +22,11 @@ _COMMANDS = (serve, chat, generate, batch, bench, inspect)
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each command's module adds its own."""
-    parser = Parser(prog="minisgl", description="A compact LLM inference engine.")
+    parser = Parser(
+        prog="minisgl",
+        description="A compact LLM inference engine.",
+        epilog="Flags without a command serve: minisgl --model M is minisgl serve --model M.",
+    )
     parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
     commands = parser.add_subparsers(
         metavar="COMMAND", required=True, dest="command", parser_class=Parser
@@ -51,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
+        named = [command for command in _names() if command in given]
+        if named:
+            _say(f"minisgl: error: flags go after the command: minisgl {named[0]} {given[0]} ...")
+            return 2
         given.insert(0, "serve")
     arguments = build_parser().parse_args(given)
     configure_logging(arguments.log_level)
@@ -74,5 +82,13 @@ def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
         traceback.print_exc()
     line = " ".join(message.split())
     names = arguments.command, getattr(arguments, "benchmark", None)
-    print(f"minisgl {' '.join(filter(None, names))}: error: {line}", file=sys.stderr)
+    _say(f"minisgl {' '.join(filter(None, names))}: error: {line}")
     return code
+
+
+def _names() -> list[str]:
+    return [command.__name__.rpartition(".")[2] for command in _COMMANDS]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -10,16 +10,15 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from minisgl.config import EngineConfig
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import API_KEY_VARIABLE, ServerConfig
 from minisgl.utils.logger import configure_logging
 
 from .flags import add_flags, from_flags
 
-__all__ = ["API_KEY_VARIABLE", "LOG_LEVEL", "add_parser"]
+__all__ = ["LOG_LEVEL", "add_parser"]
 
 LOG_LEVEL = "info"
 """A server says what it does."""
-API_KEY_VARIABLE = "MINISGL_API_KEY"
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:

@@ -9,7 +9,10 @@ from minisgl.errors import ConfigError
 from minisgl.params import MAX_N
 from minisgl.utils.flags import option
 
-__all__ = ["ServerConfig"]
+__all__ = ["API_KEY_VARIABLE", "ServerConfig"]
+
+API_KEY_VARIABLE = "MINISGL_API_KEY"
+"""Environment variable that holds the key, for the server and its clients."""
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget")
 

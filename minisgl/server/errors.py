@@ -8,6 +8,7 @@ purpose is logged with its trace, and the client gets a sentence that reveals no
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import reprlib
@@ -48,7 +49,18 @@ RETRY_AFTER_S = 1
 
 log = logging.getLogger(__name__)
 
-_shortener = reprlib.Repr()
+
+class _Json(reprlib.Repr):
+    """`repr`, shortened, of values as they stood in the JSON that clients sent."""
+
+    def repr1(self, value: Any, level: int) -> str:
+        """One value, `level` more allowed inside it."""
+        if value is None or isinstance(value, bool):
+            return json.dumps(value)
+        return super().repr1(value, level)
+
+
+_shortener = _Json()
 _shortener.maxstring = 100
 _shortener.maxlevel = 3
 _shortener.maxlist = _shortener.maxdict = 4
@@ -120,7 +132,7 @@ def check_model(name: str | None, served: str) -> None:
     if name is not None and name != served:
         raise ApiError(
             404,
-            f"model = {shorten(name)} is not served here: /v1/models tells what is",
+            f"model = {shorten(name)} is not served here, only {shorten(served)}: name it, or none",
             param="model",
             code="model_not_found",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import os
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from minisgl.utils.logger import get_logger
 
 from .app import CountErrors, make_app
 from .async_engine import AsyncEngine
-from .config import ServerConfig
+from .config import API_KEY_VARIABLE, ServerConfig
 from .context import ServerContext, ServerState
 from .http import HttpServer, listen
 from .logs import RequestLogger, StatsLogger
@@ -162,9 +163,13 @@ def _ready_line(sock: socket.socket, options: ServerConfig, engine: AsyncEngine)
         request = {"prompt": [1]}
     elif engine.tokenizer.chat_template is not None:
         path, request = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi!"}]}
-    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if options.api_key is not None else ""
+    key = ""
+    if options.api_key is not None:  # it is not shown: logs are read by others
+        known = options.api_key == os.environ.get(API_KEY_VARIABLE)
+        key = f' -H "Authorization: Bearer {"$" + API_KEY_VARIABLE if known else "YOUR_KEY"}"'
+    quote = "'" if "[" in url else ""  # shells read brackets as patterns
     return (
-        f"minisgl is ready at {url}; try: curl {url}{path}{key} "
+        f"minisgl is ready at {url}; try: curl {quote}{url}{path}{quote}{key} "
         f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,6 +167,18 @@ def test_flags_without_a_command_serve(capsys: pytest.CaptureFixture[str]) -> No
         said = capsys.readouterr().err
         assert said.startswith("minisgl serve: error: ")
         assert named in said
+
+
+def test_flags_before_the_command_are_not_taken_for_serving(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--debug", "inspect", "smollm2"]) == 2
+    assert "minisgl inspect --debug" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, minisgl.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"]], ids=str)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import DTYPES, EngineConfig, ModelFacts, resolve
 from minisgl.engine import memory
 from minisgl.engine.memory import plan_pool
 from minisgl.errors import ConfigError
 from minisgl.kvcache import KVShape
+from minisgl.utils import torch_utils
 from minisgl.utils.hardware import Hardware, available_cpus, available_memory_bytes
 
 CPU = Hardware(num_cpus=4, available_bytes=8 << 30, has_cuda=False)
@@ -125,3 +126,7 @@ def test_cgroup_v1_files_are_read_too(tmp_path, monkeypatch):
     (tmp_path / "memory/memory.limit_in_bytes").write_text("4096\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("96\n")
     assert available_memory_bytes(tmp_path) == 4000
+
+
+def test_the_dtypes_of_the_flag_are_those_that_torch_utils_knows() -> None:
+    assert DTYPES == tuple(torch_utils.DTYPES)

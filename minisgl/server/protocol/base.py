@@ -42,7 +42,7 @@ def _complete_schema(schema: dict[str, Any], model: type[Body]) -> None:
         if neutral.values:
             schema["properties"][name] = {
                 "enum": [*neutral.values, None],
-                "description": f"Accepted only with these values: there is no {neutral.feature}.",
+                "description": f"Accepted only with these values: this version has no {neutral.feature}.",
             }
 
 

@@ -48,7 +48,7 @@ ENGINES = {
     "return_hidden_states": Neutral("output of hidden states", (False,)),
     "return_token_ids": Neutral("output of token ids", (False,)),
     "return_tokens_as_token_ids": Neutral("output of token ids", (False,)),
-    "spaces_between_special_tokens": Neutral("choice here", (True,)),
+    "spaces_between_special_tokens": Neutral("way to leave these spaces out", (True,)),
     "truncate_prompt_tokens": Neutral("truncation of prompts"),
     "use_beam_search": Neutral("beam search", (False,)),
 }
