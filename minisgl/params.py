@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import InvalidRequestError
 from .utils.flags import option
 
-__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "MAX_N", "MAX_STOPS", "SamplingParams"]
+__all__ = [
+    "GREEDY_BELOW",
+    "MAX_BIASES",
+    "MAX_INTEGER",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_STOPS",
+    "MAX_STOP_CHARS",
+    "MAX_STOP_IDS",
+    "SamplingParams",
+    "is_text",
+]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy: dividing by them would overflow."""
+MAX_INTEGER = 2**63 - 1
+"""Of all integers that have no lower limit: larger ones can't be sent to another process."""
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Of each stop string."""
+MAX_STOP_IDS = 128
+MAX_BIASES = 1024
+
+_MAX_SHOWN = 200  # characters of a bad value in its error
 
 
 @dataclass(frozen=True)
@@ -50,12 +70,13 @@ class SamplingParams:
     n: int = option(1, "sequences to generate for the prompt, 1 to 128")
     seed: int | None = option(None, "64-bit seed; without one, each request draws its own")
     stop: Sequence[str] = option((), "string that ends the text; up to 16")
-    stop_token_ids: Sequence[int] = option((), "token id that ends the text besides EOS")
+    stop_token_ids: Sequence[int] = option((), "token id that ends the text besides EOS; up to 128")
     include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
     ignore_eos: bool = option(False, "go on after an EOS id")
     min_tokens: int = option(0, "no EOS or stop id before this many tokens; at most max_tokens")
     logit_bias: Mapping[int, float] = option(
-        factory=dict, help="added to the logits of these token ids, each in [-100, 100]"
+        factory=dict,
+        help="added to the logits of these token ids (up to 1024), each in [-100, 100]",
     )
     logprobs: int | None = option(
         None, "return log-probabilities of each token and this many most likely, 0 to 20"
@@ -65,14 +86,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(_items("stop", stop)))
-        ids = tuple(_items("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "stop_token_ids", ids)
+        self._set("stop", tuple(_items("stop", stop, MAX_STOPS)))
+        self._set(
+            "stop_token_ids", tuple(_items("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS))
+        )
         if not isinstance(self.logit_bias, Mapping):
             raise _bad("logit_bias", self.logit_bias, "must map token ids to numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        _check_count("logit_bias", len(self.logit_bias), MAX_BIASES)
+        self._set("logit_bias", dict(self.logit_bias))
         self._check_scalars()
         self._check_lists()
+
+    def _set(self, name: str, value: object) -> None:
+        """In an object that nobody else has seen yet."""
+        object.__setattr__(self, name, value)
 
     def _check_scalars(self) -> None:
         _integer("max_tokens", self.max_tokens, 1)
@@ -85,24 +112,32 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _integer("n", self.n, 1, MAX_N, optional=False)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, optional=False)
+        most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
+        _integer("min_tokens", self.min_tokens, 0, most, optional=False)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.repetition_penalty is not None:  # an integer of any size can't be sent
+            self._set("repetition_penalty", float(self.repetition_penalty))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "must be true or false")
 
     def _check_lists(self) -> None:
-        if len(self.stop) > MAX_STOPS:
-            raise _bad("stop", len(self.stop), f"has more than {MAX_STOPS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise _bad("stop", text, "must be non-empty strings")
+            if len(text) > MAX_STOP_CHARS:
+                why = f"has {len(text)} characters: at most {MAX_STOP_CHARS} are allowed"
+                raise _bad("stop", text, why)
+            if not is_text(text):
+                raise _bad("stop", text, "has a lone surrogate, which is no character: remove it")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, optional=False)
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, optional=False)
             _number("logit_bias", bias, -100.0, 100.0, optional=False)
+        # Each once; only now that none of them is a float or a bool, equal to an integer.
+        self._set("stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
 
     @property
     def greedy(self) -> bool:
@@ -134,15 +169,21 @@ class SamplingParams:
         limit = model_defaults.get("max_new_tokens")
         _integer("max_new_tokens", limit, 1)
         values["max_tokens"] = max(max_tokens if limit is None else limit, self.min_tokens, 1)
-        unset = {k: v for k, v in values.items() if getattr(self, k) is None}
-        return replace(self, **unset)
+        # Not `replace`: that would check the lists again, for each of many prompts.
+        resolved = copy.copy(self)
+        resolved._set("logit_bias", dict(self.logit_bias))
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                resolved._set(name, value)
+        resolved._check_scalars()
+        return resolved
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` when a token id named here is outside the vocabulary."""
         for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(self, name):
-                if token >= vocab_size:
-                    raise _bad(name, token, f"is outside the vocabulary of {vocab_size}")
+            largest = max(getattr(self, name), default=-1)
+            if largest >= vocab_size:
+                raise _bad(name, largest, f"is outside the vocabulary of {vocab_size}")
 
     @classmethod
     def names(cls) -> list[str]:
@@ -150,33 +191,52 @@ class SamplingParams:
         return [f.name for f in fields(cls)]
 
 
+def is_text(text: str) -> bool:
+    """Whether every character of a string is one: half a surrogate pair can't be sent."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _bad(name: str, value: object, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} = {value!r} {why}", param=name)
+    try:
+        shown = repr(value)
+    except ValueError:  # too many digits for Python to write
+        shown = f"a {type(value).__name__} too long to show"
+    if len(shown) > _MAX_SHOWN:
+        shown = f"{shown[:_MAX_SHOWN]}..."
+    return InvalidRequestError(f"{name} = {shown} {why}", param=name)
 
 
-def _items(name: str, value: object) -> Sequence[Any]:
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{name} has {count} entries: at most {most} are allowed", name)
+
+
+def _items(name: str, value: object, most: int) -> Sequence[Any]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise _bad(name, value, "must be a list")
+    _check_count(name, len(value), most)
     return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
 
 
 def _integer(
-    name: str, value: object, low: int, high: int | None = None, *, optional: bool = True
+    name: str, value: Any, low: int, high: int = MAX_INTEGER, *, optional: bool = True
 ) -> None:
     if value is None and optional:
         return
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _bad(name, value, f"must be an integer {bounds}")
-    if value < low or (high is not None and value > high):
-        raise _bad(name, value, f"must be {bounds}")
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and low <= value <= high:
+        return
+    kind = "" if is_integer else "an integer "
+    is_above = is_integer and value > high
+    bounds = f"from {low} to {high}" if high < MAX_INTEGER or is_above else f"at least {low}"
+    raise _bad(name, value, f"must be {kind}{bounds}")
 
 
 def _number(
     name: str,
-    value: object,
+    value: Any,
     low: float,
     high: float,
     *,
@@ -185,12 +245,14 @@ def _number(
 ) -> None:
     if value is None and optional:
         return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = is_number and _finite(value)
+    if is_number and low <= value <= high and not (open_low and value == low):
+        return
+    kind = "" if is_number else "a finite number "
     bounds = f"{'above' if open_low else 'at least'} {low:g}"
     bounds += "" if math.isinf(high) else f" and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
-        raise _bad(name, value, f"must be a finite number {bounds}")
-    if value < low or value > high or (open_low and value == low):
-        raise _bad(name, value, f"must be {bounds}")
+    raise _bad(name, value, f"must be {kind}{bounds}")
 
 
 def _finite(value: float) -> bool:

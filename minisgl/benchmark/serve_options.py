@@ -68,8 +68,8 @@ class ServeOptions:
     )
     dataset: str | None = option(
         None,
-        "JSON lines with `prompt` (text or ids) or `messages`, and `max_tokens` in place of "
-        "--output-len; sent in order, other keys are not read",
+        "JSON lines with `prompt` (text or ids), or `messages` for --endpoint chat, and "
+        "`max_tokens` in place of --output-len; sent in order, other keys are not read",
     )
     ignore_eos: bool | None = option(
         None, "go on after an end-of-sequence token (default: yes, but no for --dataset)"

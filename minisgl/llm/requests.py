@@ -13,6 +13,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequestError, ModelNotFoundError
 from minisgl.message import Submit
 from minisgl.models import ModelInfo
+from minisgl.params import MAX_INTEGER, is_text
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.logger import get_logger
 
@@ -92,15 +93,24 @@ def _per_prompt(
 
 def priorities(value: Any, count: int) -> list[int]:
     """The priority of each of `count` prompts."""
-    return _per_prompt("priority", value, count, "an integer", lambda x: type(x) is int)
+    what = "an integer of 64 bits"
+    return _per_prompt(
+        "priority",
+        value,
+        count,
+        what,
+        lambda x: type(x) is int and -MAX_INTEGER <= x <= MAX_INTEGER,
+    )
 
 
 def cache_salts(value: Any, count: int) -> list[str | None]:
     """The cache salt of each of `count` prompts."""
-    what = "a string that is not empty, or None for no salt"
-    return _per_prompt(
-        "cache_salt", value, count, what, lambda x: x is None or (isinstance(x, str) and x != "")
-    )
+    what = "a string that is not empty, or None for no salt, and have no lone surrogate"
+    return _per_prompt("cache_salt", value, count, what, _is_salt)
+
+
+def _is_salt(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value != "" and is_text(value))
 
 
 @contextmanager
@@ -158,14 +168,23 @@ class RequestBuilder:
                 raise InvalidRequestError(
                     "the model has no tokenizer: give the prompt as token ids", param="prompt"
                 )
-            prompt = self.tokenizer.encode(prompt)  # may have tokens that the model lacks
-        vocab_size = self.info.config.vocab_size
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token!r} is not in the vocabulary of {vocab_size}", param="prompt"
-                )
-        return prompt
+            return self.tokens(self.tokenizer.encode(prompt))
+        if not set(map(type, prompt)) <= {int}:
+            raise self._no_token(next(token for token in prompt if type(token) is not int))
+        return self.tokens(prompt)
+
+    def tokens(self, token_ids: list[int]) -> list[int]:
+        """Integers, of the tokenizer for instance, which may have tokens that the model lacks."""
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < self.info.config.vocab_size:
+                raise self._no_token(token)
+        return token_ids
+
+    def _no_token(self, token: Any) -> InvalidRequestError:
+        size = self.info.config.vocab_size
+        return InvalidRequestError(
+            f"token id {token!r} is not in the vocabulary of {size}", "prompt"
+        )
 
     def params(self, params: SamplingParams, default_max_tokens: int) -> SamplingParams:
         """Complete parameters, checked against the vocabulary and the tokenizer."""

@@ -176,6 +176,11 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
         """Share of the pages that requests hold, 0 to 1."""
         return self.num_used_pages / self.num_pages
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that went through the model, of prompts and of output."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
 
 class StepDone(_Message):
     """What a step did to the sequences of one text worker."""

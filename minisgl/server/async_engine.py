@@ -8,6 +8,7 @@ with an error; when a process dies all of them fail at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
@@ -19,7 +20,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import BusyError, EngineDeadError, InvalidRequestError
 from minisgl.llm.llm import engine_config
 from minisgl.llm.outputs import RequestOutput, StreamChunk
-from minisgl.llm.requests import RequestBuilder, load_tokenizer, params_list
+from minisgl.llm.requests import RequestBuilder, load_tokenizer
 from minisgl.message import (
     Abort,
     Decode,
@@ -31,14 +32,17 @@ from minisgl.message import (
     Flush,
     Flushed,
     SequenceDelta,
+    Submit,
 )
 from minisgl.models import ModelInfo, load_model_info
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.hf import resolve_model_path
 from minisgl.utils.logger import get_logger
 
+from .admission import Admission
 from .generation import Generation, Observer
 from .processes import Processes, ProcessOptions
+from .text import TextSide
 
 __all__ = ["AsyncEngine"]
 
@@ -85,9 +89,9 @@ class AsyncEngine:
         self._options = ProcessOptions(tokenizer_workers, template_timeout, log_format)
         self._max_queued = max_queued_requests
         self._builder: RequestBuilder
+        self._admission: Admission
         self._processes: Processes | None = None
         self._closed = False
-        self._uids = itertools.count()
         self._generations: dict[int, Generation] = {}  # by uid, a sequence each
         self._groups: dict[str, list[Generation]] = {}  # by the request id that was given
         self._tickets = itertools.count()
@@ -110,6 +114,7 @@ class AsyncEngine:
         self._processes.on_flushed = self._flushed
         try:
             self.ready = await self._processes.start()
+            self._admission = Admission(self.ready, self._builder, self._max_queued)
         except BaseException:
             await self.close()
             raise
@@ -142,12 +147,18 @@ class AsyncEngine:
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt, checked to be in the vocabulary."""
+        """Token ids of a prompt, checked to be in the vocabulary.
+
+        A text may have more than `max_prompt_len` tokens (`submit` takes no such prompt), unless
+        that can be told before they are looked for.
+        """
         if isinstance(prompt, str):
+            processes = self._running()
+            self._admission.check_text(prompt)
             question = Encode(0, prompt, add_special_tokens)
-            prompt = (await self._running().text.ask(question)).token_ids
-        elif len(prompt) > self.max_prompt_len:
-            self._check_length(len(prompt))  # before looking at each of them
+            return self._builder.tokens((await processes.text.ask(question)).token_ids)
+        if len(prompt) > self.max_prompt_len:
+            self._admission.check_length(len(prompt))  # before looking at each of them
         return self._builder.encode(prompt)
 
     async def encode_chat(
@@ -164,7 +175,7 @@ class AsyncEngine:
         question = EncodeChat(
             0, list(messages), add_generation_prompt, continue_final_message, tools, template_kwargs
         )
-        return self._builder.encode((await self._running().text.ask(question)).token_ids)
+        return self._builder.tokens((await self._running().text.ask(question)).token_ids)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -177,7 +188,7 @@ class AsyncEngine:
     @property
     def max_prompt_len(self) -> int:
         """Tokens of the longest prompt that is taken: one more is generated at least."""
-        return min(self.ready.max_model_len, self.ready.capacity_tokens) - 1
+        return self._admission.max_prompt_len
 
     def default_params(self) -> SamplingParams:
         """The parameters that an empty `SamplingParams()` stands for with this model."""
@@ -200,36 +211,32 @@ class AsyncEngine:
         the context. Several prompts get the ids `request_id-0`, `request_id-1`, ...
         """
         processes = self._running()
-        complete = []
-        for ids, one in zip(prompts, params_list(params, len(prompts)), strict=True):
-            self._check_length(len(ids))
-            rest = self.max_prompt_len + 1 - len(ids)
-            complete.append(self._builder.params(one, rest if fill_context else 16))
+        admission = self._admission
+        complete = admission.complete(prompts, params, fill_context)
         count = sum(one.n for one in complete)
-        room = self.ready.max_running_requests + self._max_queued - self.num_live
-        if count > room:
-            raise BusyError(
-                f"{self.num_live} sequences are running or queued and {count} more were asked for; "
-                f"at most {self.ready.max_running_requests} may run and {self._max_queued} wait "
-                "(--max-queued-requests): try again later"
-            )
-        names = [request_id]
-        if len(prompts) > 1:
-            names = [f"{request_id}-{index}" for index in range(len(prompts))]
+        admission.check_count(count, "n" if len(prompts) == 1 else "prompt")
+        admission.check_room(count, self.num_live)
+        messages = admission.messages(prompts, complete, priority, cache_salt)
+        _send(messages, processes.text)
         made = []
-        for name, ids, one in zip(names, prompts, complete, strict=True):
-            uids = [next(self._uids) for _ in range(one.n)]
-            generation = Generation(name, uids[0], ids, one, self._abort)
+        for index, message in enumerate(messages):
+            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            generation = Generation(
+                name, message.first_uid, message.token_ids, message.params, self._abort
+            )
             generation.group = request_id
-            message = self._builder.submit(uids[0], ids, one, priority, cache_salt)
-            self._generations.update(dict.fromkeys(uids, generation))
+            self._generations.update(dict.fromkeys(_uids(message), generation))
             self._groups.setdefault(request_id, []).append(generation)
-            self.num_live += one.n
+            self.num_live += message.params.n
             self._idle.clear()
-            processes.text.submit(message)
             made.append(generation)
             self._tell("on_submit", generation)
         return made
+
+    def check_count(self, count: int, param: str = "n") -> None:
+        """Raise `InvalidRequestError`, which names `param`, if so many sequences can never be
+        there at once. `submit` does; before there are ids, nothing needs to be done in vain."""
+        self._admission.check_count(count, param)
 
     async def generate(
         self,
@@ -311,6 +318,8 @@ class AsyncEngine:
         self.model_info = load_model_info(path)
         self.tokenizer = load_tokenizer(path)
         self._builder = RequestBuilder.of(self.model_info, self.tokenizer)
+        if self.tokenizer is not None:
+            self.tokenizer.text_bound  # noqa: B018 - found here: it would keep a request waiting
         return path
 
     def _running(self) -> Processes:
@@ -319,17 +328,6 @@ class AsyncEngine:
         if self._closed or self._processes is None or not self._processes.is_ready:
             raise BusyError("the engine was not started, or was closed")
         return self._processes
-
-    def _check_length(self, length: int) -> None:
-        if length < 1:
-            raise InvalidRequestError("the prompt has no tokens", param="prompt")
-        if length > self.max_prompt_len:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens; with one more to generate that exceeds the "
-                f"longest sequence of {self.max_prompt_len + 1} (max_model_len "
-                f"{self.ready.max_model_len}, KV cache of {self.ready.capacity_tokens} tokens)",
-                param="prompt",
-            )
 
     def _abort(self, generation: Generation) -> None:
         if self._processes is not None and self.error is None and not self._closed:
@@ -397,6 +395,24 @@ class AsyncEngine:
         for future in self._flushes.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _uids(message: Submit) -> range:
+    return range(message.first_uid, message.first_uid + message.params.n)
+
+
+def _send(messages: list[Submit], text: TextSide) -> None:
+    """Send all; if one can't be, those before it are ended."""
+    sent: list[Submit] = []
+    try:
+        for message in messages:
+            text.submit(message)
+            sent.append(message)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error says why
+            for message in sent:
+                text.abort(Abort(list(_uids(message))))
+        raise
 
 
 def _new_id() -> str:

@@ -14,14 +14,16 @@ from minisgl.message import SequenceDelta
 from minisgl.tokenizer import ReasoningSplitter, SplitText
 
 from .generation import Generation
+from .large import apart, num_entries
 from .logprobs import (
     ChatLogprobs,
+    PromptLogprobs,
+    TextColumns,
     TextLogprobs,
     TextOffsets,
     TokenTexts,
     chat_logprobs,
     prompt_logprobs,
-    text_logprobs,
 )
 from .responses import (
     ChatAnswer,
@@ -31,7 +33,7 @@ from .responses import (
     CompletionChoice,
 )
 
-__all__ = ["ChatChoice", "ChatOptions", "Choice", "Piece", "TextChoice", "TextOptions"]
+__all__ = ["ChatChoice", "ChatOptions", "Choice", "Piece", "Prompt", "TextChoice", "TextOptions"]
 
 
 @dataclass
@@ -161,73 +163,95 @@ class TextOptions:
     logprobs: int | None = None
     """How many of the most likely tokens; None for no logprobs."""
     prompt_logprobs: int | None = None
+    """Of the prompt; None for none."""
+
+
+class Prompt:
+    """What all choices of a prompt begin with; `echo` is its text if it comes first.
+
+    Its logprobs are written once, by `prepare`, however many choices show them.
+    """
+
+    def __init__(self, generation: Generation, options: TextOptions, echo: str | None) -> None:
+        self.generation = generation
+        self.echo = echo
+        self.options = options
+        self.logprobs: PromptLogprobs | None = None
+        """If asked for and prepared."""
+        self.echoed: TextColumns | None = None
+        """Those before a choice's own, likewise."""
+        echoes = echo is not None and options.logprobs is not None
+        self.is_prepared = options.prompt_logprobs is None and not echoes
+        """Whether choices may begin: the prompt's logprobs are written, or none are shown."""
+
+    async def prepare(self) -> None:
+        """Write the prompt's logprobs, if that is due.
+
+        They come with the first sequence of the prompt; another one may be ahead of it.
+        """
+        generation = self.generation
+        prompt_len = len(generation.prompt_token_ids)
+        if self.is_prepared or not (generation.num_scored == prompt_len or generation.finished):
+            return
+        await apart(num_entries(prompt_len, generation.params, 0), self._write)
+        self.is_prepared = True
+
+    def _write(self) -> None:
+        scored = self.generation.prompt_logprobs or []
+        texts, top = self.options.texts, self.options.prompt_logprobs
+        if top is not None:
+            self.logprobs = prompt_logprobs(scored, texts, top=top)
+        if self.echo is not None and self.options.logprobs is not None:
+            ids = self.generation.prompt_token_ids
+            unknown = [None] * (len(ids) - len(scored))  # aborted before it was computed
+            columns = TextColumns(texts, self.options.logprobs)
+            columns.add(ids, [*scored, *unknown], TextOffsets(texts, text=self.echo).place(ids))
+            self.echoed = columns
 
 
 class TextChoice:
-    """A continuation of a prompt; `echo` is the prompt's text if it comes first."""
+    """A continuation of a prompt, which must be prepared."""
 
-    def __init__(
-        self, index: int, generation: Generation, echo: str | None, options: TextOptions
-    ) -> None:
+    def __init__(self, index: int, prompt: Prompt) -> None:
         self._index = index
-        self._generation = generation
-        self._echo = echo
-        self._options = options
+        self._prompt = prompt
         self._started = False
         self._offsets = TextOffsets(
-            options.texts,
-            begin=len(echo or ""),
-            skip_special_tokens=generation.params.skip_special_tokens,
+            prompt.options.texts,
+            begin=len(prompt.echo or ""),
+            skip_special_tokens=prompt.generation.params.skip_special_tokens,
         )
 
     def whole(self, piece: Piece) -> CompletionChoice:
         """See `Choice`."""
         choice = self._next(piece)
-        top, scored = self._options.prompt_logprobs, self._generation.prompt_logprobs
-        if top is not None and scored is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(scored, self._options.texts, top=top)
+        if self._prompt.logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt.logprobs
         return choice
 
     def delta(self, piece: Piece) -> CompletionChoice | None:
         """See `Choice`."""
-        if not piece.is_due(self._started) or self._awaits_prompt():
+        if not self._prompt.is_prepared or not piece.is_due(self._started):
             return None
         return self._next(piece)
 
-    def _awaits_prompt(self) -> bool:
-        """Whether the prompt's logprobs are to be shown and not here yet.
-
-        They come with the first sequence of the prompt; this one may be ahead of it.
-        """
-        generation = self._generation
-        if self._started or self._echo is None or self._options.logprobs is None:
-            return False
-        known = generation.prompt_logprobs or ()
-        return len(known) < len(generation.prompt_token_ids) and not generation.finished
-
     def _next(self, piece: Piece) -> CompletionChoice:
-        echo = self._echo if not self._started else None
+        first, self._started = not self._started, True
         text = piece.take_text()
-        self._started = True
+        if first and self._prompt.echo is not None:
+            text = self._prompt.echo + text
         return {
             "index": self._index,
-            "text": text if echo is None else echo + text,
-            "logprobs": self._logprobs(piece, echo),
+            "text": text,
+            "logprobs": self._logprobs(piece, self._prompt.echoed if first else None),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
 
-    def _logprobs(self, piece: Piece, echo: str | None) -> TextLogprobs | None:
-        top, texts = self._options.logprobs, self._options.texts
-        if top is None:
+    def _logprobs(self, piece: Piece, echoed: TextColumns | None) -> TextLogprobs | None:
+        options = self._prompt.options
+        if options.logprobs is None:
             return None
-        token_ids, places = piece.token_ids, self._offsets.place(piece.token_ids)
-        entries: list[TokenLogprobs | None] = [*piece.logprobs]
-        if echo is not None:
-            prompt = self._generation.prompt_token_ids
-            scored = self._generation.prompt_logprobs or []
-            unknown = [None] * (len(prompt) - len(scored))  # aborted before it was computed
-            entries = [*scored, *unknown, *entries]
-            token_ids = prompt + token_ids
-            places = TextOffsets(texts, text=echo).place(prompt) + places
-        return text_logprobs(token_ids, entries, places, texts, top=top)
+        columns = TextColumns(options.texts, options.logprobs) if echoed is None else echoed.copy()
+        columns.add(piece.token_ids, piece.logprobs, self._offsets.place(piece.token_ids))
+        return columns.shape()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from minisgl.errors import BusyError, EngineDeadError
 
 from .config import ServerConfig
+from .logprobs import TokenTexts
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
     from .metrics import Metrics
 
-__all__ = ["ServerContext", "ServerState"]
+__all__ = ["ServerContext", "ServerState", "served_name"]
+
+
+def served_name(model: str) -> str:
+    """What a model is called to clients: a hub id as it is, of a path to files its last part."""
+    local = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
+    return os.path.basename(os.path.abspath(model)) if local else model
 
 
 @dataclass
@@ -46,3 +55,8 @@ class ServerContext:
     """Unix time, in seconds, of the server's start."""
     state: ServerState
     metrics: Metrics
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of the model's tokens; the tokenizer is there once the engine has started."""
+        return TokenTexts(self.engine.tokenizer)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Protocol
 
 from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import RequestFailedError
@@ -16,24 +15,23 @@ from minisgl.message import EngineStats, RequestStart, SequenceDelta
 __all__ = ["Generation", "Observer"]
 
 
-class Observer(Protocol):
-    """Is told what happens in an engine, in the event loop's thread; must be quick."""
+class Observer:
+    """Is told what happens in an engine, in the event loop's thread; must be quick.
+
+    A base class: what a subclass does not care about, it leaves out.
+    """
 
     def on_submit(self, generation: Generation) -> None:
         """A request was queued."""
-        ...
 
     def on_delta(self, generation: Generation, delta: SequenceDelta, now_s: float) -> None:
         """A sequence of it got tokens, or ended; `now_s` is of the monotonic clock."""
-        ...
 
     def on_end(self, generation: Generation) -> None:
         """All its sequences ended, or it was dropped; `generation.finish_reasons` says how."""
-        ...
 
     def on_stats(self, stats: EngineStats) -> None:
         """A step was done."""
-        ...
 
 
 class Generation:
@@ -91,6 +89,11 @@ class Generation:
         if self.params.prompt_logprobs is None:
             return None
         return [None, *self._prompt_logprobs]
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many entries `prompt_logprobs` has so far; None when not asked for."""
+        return None if self.params.prompt_logprobs is None else 1 + len(self._prompt_logprobs)
 
     @property
     def finished(self) -> bool:

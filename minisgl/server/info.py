@@ -6,32 +6,27 @@ its name alone.
 
 from __future__ import annotations
 
-import asyncio
-import os
-import secrets
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import FailFast, Field, model_validator
 from typing_extensions import TypedDict
 
 import minisgl
-from minisgl.core import SamplingParams
-from minisgl.errors import InvalidRequestError, RequestFailedError
+from minisgl.errors import InvalidRequestError
 
-from .context import ServerContext
-from .errors import ApiError, check_model
+from .context import ServerContext, served_name
+from .errors import check_model
 from .jsonbody import StrictRoute
+from .large import apart, written
+from .probe import Probe
 from .protocol import Body, ChatCompletionRequest, ChatMessage
 from .protocol.sampling import TokenId
 
 __all__ = ["router"]
-
-PROBE_TIMEOUT_S = 20.0
-"""How long `/health_generate` waits for its token; a step with a long prompt may come first."""
-PROBE_PRIORITY = -(2**31)
-"""Before everyone: a long queue is no sign of ill health."""
 
 
 class Health(TypedDict):
@@ -173,6 +168,9 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _add_health(routes: APIRouter, context: ServerContext) -> None:
+    probe = Probe(context)
+
+    @routes.head("/health", include_in_schema=False)  # as some balancers ask
     @routes.get("/health")
     async def health() -> Health:
         """Whether requests can be served now."""
@@ -181,37 +179,10 @@ def _add_health(routes: APIRouter, context: ServerContext) -> None:
 
     @routes.get("/health_generate")
     async def health_generate() -> Health:
-        """The same, tried out on one token."""
+        """The same, tried out on one token, which callers at the same time share."""
         context.state.require_ready()
-        await _probe(context)
+        await probe.check()
         return {"status": "ok"}
-
-
-async def _probe(context: ServerContext) -> None:
-    """Generate a token; raises a 503 `ApiError`, or what `submit` raises, if that fails.
-
-    It has a salt of its own, so that no request finds the probe's prompt in the prefix cache.
-    """
-    engine = context.engine
-    bos = engine.tokenizer.bos_token_id if engine.tokenizer is not None else None
-    name = f"health-{secrets.token_hex(8)}"
-    (generation,) = engine.submit(
-        [[bos or 0]],
-        SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        request_id=name,
-        priority=PROBE_PRIORITY,
-        cache_salt=name,
-    )
-    async with generation:
-        try:
-            result = await asyncio.wait_for(generation.result(), PROBE_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            reason = f"no token within {PROBE_TIMEOUT_S:g} s"
-            raise ApiError(503, reason, code="unhealthy") from None
-        except RequestFailedError as error:
-            raise ApiError(503, str(error), code="unhealthy") from error
-    if result.finish_reason == "abort":
-        raise ApiError(503, "the token was aborted", code="unhealthy")
 
 
 # -- models ----------------------------------------------------------------------------------
@@ -225,7 +196,7 @@ def _add_models(routes: APIRouter, context: ServerContext) -> None:
             "object": "model",
             "created": context.created,
             "owned_by": "minisgl",
-            "root": _without_path(context.engine.model),
+            "root": served_name(context.engine.model),
             "max_model_len": context.engine.ready.max_model_len,
         }
 
@@ -242,29 +213,29 @@ def _add_models(routes: APIRouter, context: ServerContext) -> None:
         return found
 
 
-def _without_path(model: str) -> str:
-    """A hub id as it is; of a path to files here, only its last part."""
-    local = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
-    return os.path.basename(os.path.abspath(model)) if local else model
-
-
 # -- tokens ----------------------------------------------------------------------------------
 
 
 def _add_tokenization(routes: APIRouter, context: ServerContext) -> None:
-    @routes.post("/v1/tokenize")
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Tokenized:
+    @routes.post("/v1/tokenize", response_model=Tokenized)
+    @routes.post("/tokenize", response_model=Tokenized)
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text or of a chat."""
         context.state.require_ready()
         check_model(body.model, context.model_name)
         tokens = await _encode(context, body)
-        return {
-            "count": len(tokens),
-            "max_model_len": context.engine.ready.max_model_len,
-            "tokens": tokens,
-            "token_strs": _spellings(context, tokens) if body.return_token_strs else None,
-        }
+
+        def answer() -> bytes:
+            spelled = body.return_token_strs
+            shape: Tokenized = {
+                "count": len(tokens),
+                "max_model_len": context.engine.ready.max_model_len,
+                "tokens": written(tokens),
+                "token_strs": written(_spellings(context, tokens)) if spelled else None,
+            }
+            return msgspec.json.encode(shape)
+
+        return Response(await apart(len(tokens), answer), media_type="application/json")
 
     @routes.post("/v1/detokenize")
     @routes.post("/detokenize")
@@ -273,11 +244,12 @@ def _add_tokenization(routes: APIRouter, context: ServerContext) -> None:
         context.state.require_ready()
         check_model(body.model, context.model_name)
         size = context.engine.model_info.config.vocab_size
-        for index, token in enumerate(body.tokens):
-            if not 0 <= token < size:
-                raise InvalidRequestError(
-                    f"tokens[{index}] = {token} is not in the vocabulary of {size}", "tokens"
-                )
+        highest = max(body.tokens, default=0)
+        if highest >= size:
+            index = body.tokens.index(highest)
+            raise InvalidRequestError(
+                f"tokens[{index}] = {highest} is not in the vocabulary of {size}", "tokens"
+            )
         return {"prompt": await context.engine.decode(body.tokens, skip_special_tokens=False)}
 
 
@@ -296,8 +268,8 @@ async def _encode(context: ServerContext, body: TokenizeRequest) -> list[int]:
     )
 
 
-def _spellings(context: ServerContext, tokens: list[int]) -> list[str]:
+def _spellings(context: ServerContext, tokens: list[int]) -> Iterator[str]:
     """The vocabulary's own spelling of each token, in which a space may be "Ġ" or "▁"."""
     tokenizer = context.engine.tokenizer
     assert tokenizer is not None  # it gave the tokens
-    return [tokenizer.backend.id_to_token(token) or "" for token in tokens]
+    return (tokenizer.backend.id_to_token(token) or "" for token in tokens)

@@ -6,20 +6,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from .errors import ApiError, ErrorBody, shorten
 
+if TYPE_CHECKING:
+    from fastapi._compat import ModelField
+
 __all__ = ["StrictRoute", "parse_json"]
 
 MAX_DEPTH = 64
 """Objects and lists in each other; deeper ones would exhaust a recursion further on."""
+MAX_VALUES = 1_000_000
+"""In one body: no context has as many token ids. Each costs far more here than its few bytes."""
+LARGE_BYTES = 1 << 16
+"""Longer bodies are read in a thread: others needn't wait."""
+
+_STRING = re.compile(rb'"[^"]*"?')
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -28,8 +40,12 @@ def parse_json(body: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises a 400 `ApiError` for anything else: NaN and infinities, numbers too large for a float
-    or 64 bits, lone surrogates, nesting deeper than `MAX_DEPTH`.
+    or 64 bits, lone surrogates, nesting deeper than `MAX_DEPTH`, more than `MAX_VALUES` values.
     """
+    if _most_values(body) > MAX_VALUES and _has_too_many(body):
+        raise ApiError(
+            400, f"the body has more than {MAX_VALUES} values: send several smaller requests"
+        )
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -40,6 +56,26 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}") from None
     _check_values(value)
     return value
+
+
+def _most_values(body: bytes, begin: int = 0, end: int | None = None) -> int:
+    """As many values at most: each but the first is behind a comma or begins a list or object."""
+    return 1 + sum(body.count(mark, begin, end) for mark in (b",", b"[", b"{"))
+
+
+def _has_too_many(body: bytes) -> bool:
+    """Count again without what is in strings, which may have any of those marks.
+
+    Before the values are made: millions of them take long, and the parser lets nobody else run.
+    """
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    count, end = 1, 0
+    for string in _STRING.finditer(body):
+        count += _most_values(body, end, string.start()) - 1
+        end = string.end()
+        if count > MAX_VALUES:
+            return True
+    return count + _most_values(body, end) - 1 > MAX_VALUES
 
 
 def _check_values(value: Any) -> None:
@@ -66,22 +102,31 @@ def _too_deep() -> ApiError:
 
 
 class _StrictRequest(Request):
-    """A request whose `json()` was parsed ahead.
+    """A request whose `json()` was parsed ahead, and is the endpoint's parameter already.
 
-    Ahead, because FastAPI turns what `json()` raises into an error that no longer says why.
+    Ahead, because FastAPI turns what `json()` raises into an error that no longer says why, and
+    validates in the event loop, however much there is.
     """
 
     _value: Any = None
 
-    async def parse(self) -> None:
-        """Read and parse the body, if there is one."""
+    async def parse(self, field: ModelField) -> None:
+        """Read, parse and validate the body, if there is one."""
         try:
             body = await self.body()
         except ClientDisconnect:
             raise ApiError(400, "the connection closed before the end of the body") from None
-        if body:
-            self._value = parse_json(body)  # first: its faults say more than the header's
-            self._check_content_type()
+        if len(body) > LARGE_BYTES:
+            await asyncio.to_thread(self._read, body, field)
+        elif body:
+            self._read(body, field)
+
+    def _read(self, body: bytes, field: ModelField) -> None:
+        value = parse_json(body)  # first: its faults say more than the header's
+        self._check_content_type()
+        self._value, errors = field.validate(value, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
 
     def _check_content_type(self) -> None:
         # Not only for form's sake: a page on the web can make a browser send JSON to this
@@ -110,12 +155,13 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """FastAPI's handler, given a request that is parsed already."""
         handler = super().get_route_handler()
-        if self.body_field is None:
+        field = self.body_field
+        if field is None:
             return handler
 
         async def handle(request: Request) -> Response:
             strict = _StrictRequest(request.scope, request.receive)
-            await strict.parse()
+            await strict.parse(field)
             return await handler(strict)
 
         return handle

@@ -3,29 +3,33 @@
 A token is named by its text alone. Two kinds of tokens have none that could be shown: part of a
 character is spelled `bytes:\\xe2\\x82`, as OpenAI does, and an id without any text
 `token_id:7`, which also tells apart two tokens of the same text where names are keys.
+
+Lists are JSON already (`large.JsonList`), as they may be long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 from typing_extensions import TypedDict
 
 from minisgl.core import TokenLogprobs
 from minisgl.tokenizer import Tokenizer
 
+from .large import JsonList, written
+
 __all__ = [
     "ChatLogprobs",
     "PromptLogprob",
     "PromptLogprobs",
+    "TextColumns",
     "TextLogprobs",
     "TextOffsets",
     "TokenText",
     "TokenTexts",
     "chat_logprobs",
     "prompt_logprobs",
-    "text_logprobs",
 ]
 
 _LEAST = -9999.0
@@ -154,58 +158,70 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], texts: TokenTexts) -> ChatLo
         text = texts[token_id]
         return {"token": text.text, "logprob": max(logprob, _LEAST), "bytes": text.bytes}
 
-    content: list[TokenLogprob] = [
+    content: Iterator[TokenLogprob] = (
         {
             **shown(entry.token_id, entry.logprob),
             "top_logprobs": [shown(token_id, logprob) for token_id, logprob in entry.top],
         }
         for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+    )
+    return {"content": written(content), "refusal": None}
 
 
-def text_logprobs(
-    token_ids: Iterable[int],
-    entries: Sequence[TokenLogprobs | None],
-    places: list[int],
-    texts: TokenTexts,
-    *,
-    top: int,
-) -> TextLogprobs:
-    """The shape of completions, with the `top` most likely tokens and the token itself.
+class TextColumns:
+    """The shape of completions, with the `top` most likely tokens and the token itself."""
 
-    `places` are those of `TextOffsets`.
-    """
-    return {
-        "tokens": [texts[token_id].text for token_id in token_ids],
-        "token_logprobs": [None if e is None else max(e.logprob, _LEAST) for e in entries],
-        "top_logprobs": [None if e is None else _by_text(e, texts, top) for e in entries],
-        "text_offset": places,
-    }
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts = texts
+        self._top = top
+        self._columns = {name: JsonList() for name in TextLogprobs.__annotations__}
+
+    def copy(self) -> TextColumns:
+        """One that grows by itself."""
+        other = TextColumns(self._texts, self._top)
+        other._columns = {name: column.copy() for name, column in self._columns.items()}
+        return other
+
+    def add(
+        self,
+        token_ids: Iterable[int],
+        entries: Sequence[TokenLogprobs | None],
+        places: list[int],
+    ) -> None:
+        """Append tokens; `places` are those of `TextOffsets`."""
+        texts, top = self._texts, self._top
+        new: dict[str, Iterable[Any]] = {
+            "tokens": (texts[token_id].text for token_id in token_ids),
+            "token_logprobs": (None if e is None else max(e.logprob, _LEAST) for e in entries),
+            "top_logprobs": (None if e is None else _by_text(e, texts, top) for e in entries),
+            "text_offset": places,
+        }
+        for name, items in new.items():
+            self._columns[name].extend(items)
+
+    def shape(self) -> TextLogprobs:
+        """All that was added."""
+        return cast(TextLogprobs, {name: column.raw() for name, column in self._columns.items()})
 
 
 def prompt_logprobs(
     entries: Iterable[TokenLogprobs | None], texts: TokenTexts, *, top: int
 ) -> PromptLogprobs:
     """The shape that vLLM gives a prompt's: the token itself and the `top` most likely ones."""
-    shaped: PromptLogprobs = []
-    for entry in entries:
-        if entry is None:
-            shaped.append(None)
-            continue
+
+    def shaped(entry: TokenLogprobs) -> dict[int, PromptLogprob]:
         ranked = [(*pair, rank) for rank, pair in enumerate(entry.top[:top], 1)]
         own = (entry.token_id, entry.logprob, entry.rank)
-        shaped.append(
-            {
-                token_id: {
-                    "logprob": max(logprob, _LEAST),
-                    "rank": rank,
-                    "decoded_token": texts[token_id].text,
-                }
-                for token_id, logprob, rank in (*ranked, own)
+        return {
+            token_id: {
+                "logprob": max(logprob, _LEAST),
+                "rank": rank,
+                "decoded_token": texts[token_id].text,
             }
-        )
-    return shaped
+            for token_id, logprob, rank in (*ranked, own)
+        }
+
+    return written(None if entry is None else shaped(entry) for entry in entries)
 
 
 def _by_text(entry: TokenLogprobs, texts: TokenTexts, top: int) -> dict[str, float]:

@@ -9,27 +9,11 @@ from typing import NamedTuple
 from minisgl.message import EngineStats, SequenceDelta
 from minisgl.utils.logger import get_logger
 
-from .generation import Generation
+from .generation import Generation, Observer
 
 __all__ = ["RequestLogger", "StatsLogger"]
 
 logger = get_logger(__name__)
-
-
-class _Indifferent:
-    """An `Observer` that does nothing, whatever it is told."""
-
-    def on_submit(self, generation: Generation) -> None:
-        """Nothing to log."""
-
-    def on_delta(self, generation: Generation, delta: SequenceDelta, now_s: float) -> None:
-        """Nothing to log."""
-
-    def on_end(self, generation: Generation) -> None:
-        """Nothing to log."""
-
-    def on_stats(self, stats: EngineStats) -> None:
-        """Nothing to log."""
 
 
 class _Mark(NamedTuple):
@@ -42,7 +26,7 @@ class _Mark(NamedTuple):
     num_output_tokens: int = 0
 
 
-class StatsLogger(_Indifferent):
+class StatsLogger(Observer):
     """An `Observer` that logs one line every `interval_s` (above 0) seconds while steps are done.
 
     It needs no timer, as it only speaks when a step was done: an idle engine is silent.
@@ -101,7 +85,7 @@ def _log_window(since: _Mark, now: _Mark, stats: EngineStats) -> None:
     )
 
 
-class RequestLogger(_Indifferent):
+class RequestLogger(Observer):
     """An `Observer` that logs one line when a request ends; it remembers nothing."""
 
     def on_end(self, generation: Generation) -> None:

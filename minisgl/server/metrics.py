@@ -81,6 +81,9 @@ class Metrics(Observer):
             ["model_name", "code"],
             registry=self._registry,
         )
+        self._make_histograms()
+
+    def _make_histograms(self) -> None:
         self._ttft = self._seconds(
             "time_to_first_token_seconds", "From the queue's entry to the first token."
         )
@@ -157,7 +160,7 @@ class Metrics(Observer):
         self._cache_hits.inc(stats.num_hit_tokens - (last.num_hit_tokens if last else 0))
         self._preemptions.inc(stats.num_retractions - (last.num_retractions if last else 0))
         steps = stats.num_steps - (last.num_steps if last else 0)
-        tokens = _computed(stats) - (_computed(last) if last else 0)
+        tokens = stats.num_computed_tokens - (last.num_computed_tokens if last else 0)
         for _ in range(steps):  # one, unless steps were reported together
             self._iteration_tokens.observe(tokens / steps)
 
@@ -182,7 +185,3 @@ class Metrics(Observer):
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return self._histogram(name, text, _SECONDS)
-
-
-def _computed(stats: EngineStats) -> int:
-    return stats.num_prefill_tokens + stats.num_decode_tokens

@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -26,12 +25,13 @@ from .context import ServerContext
 from .errors import check_model, prompt_called
 from .generation import Generation
 from .jsonbody import StrictRoute
+from .large import check_entries
 from .logprobs import TokenTexts
-from .native_answer import Answer
+from .native_answer import Answer, Prompt
 from .native_protocol import AbortRequest, GenerateRequest
 from .openai import read_request_id
-from .openai_call import merged
 from .sse import STREAM_CONTENT, CallResponse
+from .submitted import Submitted, aborted_on_error, merged
 
 __all__ = ["router"]
 
@@ -146,32 +146,35 @@ async def _start(
     context: ServerContext, body: GenerateRequest, request_id: str | None
 ) -> NativeCall:
     """Check and submit a request; `request_id` is its name unless it has a `rid`."""
+    engine = context.engine
     context.state.require_ready()
     check_model(None if body.model == "unknown" else body.model, context.model_name)
     params = body.params(context.config.max_n)
     prompts = body.prompts()
+    engine.check_count(sum(one.n for one in params), "n" if len(prompts) == 1 else body.field)
     options: dict[str, Any] = {"priority": body.priority, "cache_salt": body.extra_key}
     with prompt_called(body.field):
         ids = []
         for index, prompt in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
-                ids.append(await context.engine.encode(prompt))
+                ids.append(await engine.encode(prompt))
+        check_entries(engine, ids, params, _LOWER, repeated=body.stream)
         if not isinstance(body.rid, list):
             name = body.rid or request_id or secrets.token_hex(16)
-            made = context.engine.submit(ids, params, request_id=name, **options)
-            return NativeCall(name, body, made, context)
+            made = engine.submit(ids, params, request_id=name, **options)
+            with aborted_on_error(made):
+                return NativeCall(name, body, made, context.token_texts)
         made = []
-        try:
+        with aborted_on_error(made):
             for name, prompt, one in zip(body.rid, ids, params, strict=True):
-                made += context.engine.submit([prompt], one, request_id=name, **options)
-        except Exception:
-            for generation in made:
-                generation.abort()
-            raise
-        return NativeCall(body.rid[0], body, made, context)
+                made += engine.submit([prompt], one, request_id=name, **options)
+            return NativeCall(body.rid[0], body, made, context.token_texts)
 
 
-class NativeCall:
+_LOWER = ("top_logprobs_num", "max_new_tokens", "n")
+
+
+class NativeCall(Submitted):
     """A submitted request; see `sse.Call`."""
 
     def __init__(
@@ -179,46 +182,38 @@ class NativeCall:
         request_id: str,
         body: GenerateRequest,
         generations: Sequence[Generation],
-        context: ServerContext,
+        texts: TokenTexts,
     ) -> None:
-        self.request_id = request_id
+        super().__init__(request_id, generations)
         self.stream = body.stream
         self._is_list = body.is_list
-        self._generations = generations
-        texts = TokenTexts(context.engine.tokenizer)
-        sequences = [(one, choice) for one in generations for choice in range(one.params.n)]
-        self._answers = {
-            generation.first_uid + choice: Answer(
-                generation, body, texts, index if body.is_list and body.stream else None
-            )
-            for index, (generation, choice) in enumerate(sequences)
-        }
-
-    async def __aenter__(self) -> NativeCall:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for generation in self._generations:
-            generation.abort()
+        self._prompts = [Prompt(generation, body, texts) for generation in generations]
+        self._answers: dict[int, Answer] = {}  # by uid
+        for prompt in self._prompts:
+            first = prompt.generation.first_uid
+            for uid in range(first, first + prompt.generation.params.n):
+                index = len(self._answers) if body.is_list and body.stream else None
+                self._answers[uid] = Answer(prompt, body, texts, index)
 
     async def response(self) -> Any:
         """The whole answer, or all of them."""
-        async with aclosing(merged(self._generations)) as arrivals:
-            async for _, deltas in arrivals:
-                for delta in deltas:
-                    self._answers[delta.uid].add(delta)
+        async with aclosing(self._grown()) as turns:
+            async for _ in turns:
+                pass
         answers = [answer.so_far() for answer in self._answers.values()]
         return answers if self._is_list else answers[0]
 
     async def chunks(self) -> AsyncGenerator[list[Any], None]:
         """The answers that went on, as far as they are; one of each sequence a turn at most."""
+        async with aclosing(self._grown()) as turns:
+            async for uids in turns:
+                yield [self._answers[uid].so_far() for uid in uids]
+
+    async def _grown(self) -> AsyncGenerator[list[int], None]:
+        """The uids of the answers that went on in each turn."""
         async with aclosing(merged(self._generations)) as arrivals:
-            async for _, deltas in arrivals:
+            async for index, deltas in arrivals:
                 for delta in deltas:
                     self._answers[delta.uid].add(delta)
-                yield [self._answers[uid].so_far() for uid in dict.fromkeys(d.uid for d in deltas)]
+                await self._prompts[index].prepare()
+                yield list(dict.fromkeys(delta.uid for delta in deltas))

@@ -18,16 +18,16 @@ from .errors import shorten
 from .openai import MAX_REQUEST_ID
 from .protocol import Body
 from .protocol.base import Neutral
-from .protocol.completion import MAX_PROMPTS, IdLists, Ids, Text, Texts
+from .protocol.completion import MAX_PROMPTS, IdLists, Ids, Text, Texts, check_ids
 from .protocol.sampling import (
     INT64,
     Count,
     Logprobs,
     Penalty,
     Probability,
+    StopIds,
     StopString,
     StopStrings,
-    TokenId,
 )
 
 __all__ = ["AbortRequest", "GenerateRequest", "NativeSampling"]
@@ -51,9 +51,7 @@ def _token_ids(value: Any) -> Any:
     for row in _batch(value, what) if several else [value]:
         if not isinstance(row, list) or not row:
             raise ValueError(what)
-        for token in row:
-            if type(token) is not int or token < 0:
-                raise ValueError(f"has {shorten(token)}, which is no token id")
+        check_ids(row)
     return value
 
 
@@ -116,9 +114,9 @@ class NativeSampling(Body):
     stop: Annotated[
         StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)
     ] = []
-    """A string that ends the text, or up to 16 of them."""
-    stop_token_ids: Annotated[list[TokenId], FailFast()] = []
-    """Token ids that end the text besides the model's own."""
+    """A string of up to 1024 characters that ends the text, or up to 16 of them."""
+    stop_token_ids: StopIds = []
+    """Token ids, up to 128, that end the text besides the model's own."""
     no_stop_trim: bool = False
     """Keep the stop string in the text."""
     ignore_eos: bool = False

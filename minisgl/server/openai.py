@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,17 +23,18 @@ from minisgl.errors import InvalidRequestError
 from minisgl.llm.requests import naming_prompt
 from minisgl.params import SamplingParams
 
-from .choices import ChatChoice, ChatOptions, TextChoice, TextOptions
+from .choices import ChatChoice, ChatOptions, Prompt, TextChoice, TextOptions
 from .context import ServerContext
 from .errors import ErrorBody, check_model, prompt_called, shorten
 from .generation import Generation
 from .jsonbody import StrictRoute
-from .logprobs import TokenTexts
+from .large import check_echo, check_entries
 from .openai_call import Heading, OpenAICall
 from .protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
 from .reasoning import ReasoningParser
 from .responses import ChatCompletion, Completion
 from .sse import STREAM_CONTENT, CallResponse
+from .submitted import aborted_on_error
 
 __all__ = ["OpenAIService", "read_request_id", "router"]
 
@@ -48,7 +50,6 @@ class OpenAIService:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._known_texts: TokenTexts | None = None
         self._known_parser: ReasoningParser | None = None
 
     async def chat(
@@ -68,33 +69,41 @@ class OpenAIService:
                 template_kwargs=request.template_kwargs(),
             )
             generations = self._submit([ids], params, request, heading, fill_context=True)
-        texts = self._token_texts()
-        options = ChatOptions(texts if request.logprobs else None, request.include_reasoning)
-        splitters = self._reasoning_parser().splitters(request, ids)
-        choices = [ChatChoice(index, options, one) for index, one in enumerate(splitters)]
-        return OpenAICall(heading, request, generations, choices, texts)
+        with aborted_on_error(generations):
+            texts = self._context.token_texts
+            options = ChatOptions(texts if request.logprobs else None, request.include_reasoning)
+            splitters = self._reasoning_parser().splitters(request, ids)
+            choices = [ChatChoice(index, options, one) for index, one in enumerate(splitters)]
+            shown = TextOptions(texts, prompt_logprobs=request.prompt_logprobs)
+            prompt = Prompt(generations[0], shown, echo=None)
+            return OpenAICall(heading, request, [prompt], choices, beside=True)
 
     async def completion(
         self, request: CompletionRequest, request_id: str | None = None
     ) -> OpenAICall:
         """Go on with texts."""
-        prompts = request.prompts()
-        self._check(request, len(prompts))
+        texts = request.prompts()
+        self._check(request, len(texts))
         params = request.to_params()
         ids, echoes = [], []
-        for index, prompt in enumerate(prompts):
-            with naming_prompt(index, len(prompts)):
-                ids.append(await self._context.engine.encode(prompt))
-                echoes.append(await self._echo(prompt, request))
+        for index, text in enumerate(texts):
+            with naming_prompt(index, len(texts)):
+                ids.append(await self._context.engine.encode(text))
+                echoes.append(await self._echo(text, request))
+        check_echo((echo for echo in echoes if echo is not None), request.n)
         heading = self._heading("cmpl-", "text_completion", request_id)
         generations = self._submit(ids, params, request, heading, fill_context=False)
-        options = TextOptions(self._token_texts(), request.logprobs, request.prompt_logprobs)
-        choices = [
-            TextChoice(prompt * request.n + i, generations[prompt], echoes[prompt], options)
-            for prompt in range(len(prompts))
-            for i in range(request.n)
-        ]
-        return OpenAICall(heading, request, generations, choices)
+        with aborted_on_error(generations):
+            options = TextOptions(
+                self._context.token_texts, request.logprobs, request.prompt_logprobs
+            )
+            prompts = [
+                Prompt(generation, options, echo)
+                for generation, echo in zip(generations, echoes, strict=True)
+            ]
+            every = [prompt for prompt in prompts for _ in range(request.n)]
+            choices = [TextChoice(index, prompt) for index, prompt in enumerate(every)]
+            return OpenAICall(heading, request, prompts, choices)
 
     def _check(self, request: SamplingBody, num_prompts: int) -> None:
         """What needs no prompt's ids, before anything is done for each prompt or choice."""
@@ -108,13 +117,7 @@ class OpenAIService:
                 "out, or set stream = false",
                 "prompt_logprobs",
             )
-        most = context.engine.ready.max_running_requests + context.config.max_queued_requests
-        if num_prompts * request.n > most:
-            raise InvalidRequestError(
-                f"{num_prompts} prompts with n = {request.n} are {num_prompts * request.n} "
-                f"sequences; this server never holds more than {most}: send several requests",
-                "n" if num_prompts == 1 else "prompt",
-            )
+        context.engine.check_count(num_prompts * request.n, "n" if num_prompts == 1 else "prompt")
 
     async def _echo(self, prompt: str | list[int], request: CompletionRequest) -> str | None:
         """The prompt's text, if it is to come first."""
@@ -135,6 +138,16 @@ class OpenAIService:
         *,
         fill_context: bool,
     ) -> list[Generation]:
+        # What is streamed is never there all at once.
+        held = replace(params, logprobs=None) if request.stream else params
+        top = "top_logprobs" if fill_context else "logprobs"
+        check_entries(
+            self._context.engine,
+            prompts,
+            [held] * len(prompts),
+            (top, "prompt_logprobs", "max_tokens", "n"),
+            fill_context=fill_context,
+        )
         return self._context.engine.submit(
             prompts,
             params,
@@ -156,14 +169,8 @@ class OpenAIService:
         }
         return Heading(request_id or name, fields)
 
-    def _token_texts(self) -> TokenTexts:
-        """Made at the first call: the tokenizer is there once the engine has started."""
-        if self._known_texts is None:
-            self._known_texts = TokenTexts(self._context.engine.tokenizer)
-        return self._known_texts
-
     def _reasoning_parser(self) -> ReasoningParser:
-        """Made at the first call, as well."""
+        """Made at the first call: the tokenizer is there once the engine has started."""
         if self._known_parser is None:
             option = self._context.config.reasoning_parser
             self._known_parser = ReasoningParser(option, self._context.engine.tokenizer)

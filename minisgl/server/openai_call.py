@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from minisgl.message import SequenceDelta
-
-from .choices import Choice, Piece
-from .generation import Generation
-from .logprobs import TokenTexts, prompt_logprobs
+from .choices import Choice, Piece, Prompt
+from .large import apart, num_entries
 from .protocol import SamplingBody
 from .responses import Usage, count_usage
+from .submitted import Submitted, merged
 
-__all__ = ["Arrival", "Heading", "OpenAICall", "merged"]
-
-
-class Arrival(NamedTuple):
-    """Deltas of one of several generations."""
-
-    prompt: int
-    """Index of the generation."""
-    deltas: list[SequenceDelta]
+__all__ = ["Heading", "OpenAICall"]
 
 
 @dataclass(frozen=True)
@@ -38,61 +26,52 @@ class Heading:
     """`id`, `object`, `created`, `model`, `system_fingerprint`."""
 
 
-class OpenAICall:
+class OpenAICall(Submitted):
     """A submitted request; use either `response` or `chunks`.
 
-    Leaving its `async with` block aborts what has not ended. `choices` are those of all
-    sequences, the `n` of a prompt next to each other. `prompt_texts` are given if the prompt's
-    logprobs belong beside the choices.
+    `choices` are those of all sequences, the `n` of a prompt next to each other. The prompt's
+    logprobs are in its choices, or `beside` them.
     """
 
     def __init__(
         self,
         heading: Heading,
         request: SamplingBody,
-        generations: Sequence[Generation],
+        prompts: Sequence[Prompt],
         choices: Sequence[Choice],
-        prompt_texts: TokenTexts | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
-        self.request_id = heading.request_id
+        super().__init__(heading.request_id, [prompt.generation for prompt in prompts])
         self.stream = request.stream
         self._fields = heading.fields
-        self._generations = generations
+        self._prompts = prompts
         self._choices = choices
-        self._prompt_texts = prompt_texts
-        self._prompt_top = request.prompt_logprobs
+        self._beside = beside
         self._n = request.n
         self._num_output_tokens = 0
         options = request.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
 
-    async def __aenter__(self) -> OpenAICall:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for generation in self._generations:
-            generation.abort()
-
     async def response(self) -> dict[str, Any]:
         """The whole answer: a `ChatCompletion` or a `Completion`."""
         results = [await generation.result() for generation in self._generations]
+        for prompt in self._prompts:
+            await prompt.prepare()
         outputs = [output for result in results for output in result.outputs]
         self._num_output_tokens = sum(len(output.token_ids) for output in outputs)
         pieces = [
             Piece([o.text], o.token_ids, o.logprobs or [], o.finish_reason, o.stop_reason)
             for o in outputs
         ]
-        choices = [c.whole(piece) for c, piece in zip(self._choices, pieces, strict=True)]
+        choices = await apart(
+            num_entries(0, self._generations[0].params, self._num_output_tokens),
+            lambda: [c.whole(piece) for c, piece in zip(self._choices, pieces, strict=True)],
+        )
         answer = {**self._fields, "choices": choices, "usage": self._usage()}
-        texts, top, scored = self._prompt_texts, self._prompt_top, results[0].prompt_logprobs
-        if texts is not None and top is not None and scored is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(scored, texts, top=top)
+        if self._beside and self._prompts[0].logprobs is not None:
+            answer["prompt_logprobs"] = self._prompts[0].logprobs
         return answer
 
     async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -107,6 +86,7 @@ class OpenAICall:
                     choice = prompt * self._n + self._generations[prompt].index_of(delta)
                     pieces.setdefault(choice, Piece()).add(delta)
                     self._num_output_tokens += len(delta.token_ids)
+                await self._prompts[prompt].prepare()
                 chunks = []
                 for choice in list(pieces):
                     shape = self._choices[choice].delta(pieces[choice])
@@ -130,36 +110,3 @@ class OpenAICall:
             self._num_output_tokens,
             sum(generation.num_cached_tokens for generation in self._generations),
         )
-
-
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[Arrival, None]:
-    """The deltas of all generations as they come; raises the first error of any."""
-    if len(generations) == 1:
-        async for deltas in generations[0].deltas():
-            yield Arrival(0, deltas)
-        return
-    arrivals: asyncio.Queue[Arrival | Exception | None] = asyncio.Queue()  # None: one has ended
-
-    async def forward(prompt: int, generation: Generation) -> None:
-        try:
-            async for deltas in generation.deltas():
-                arrivals.put_nowait(Arrival(prompt, deltas))
-        except Exception as error:
-            arrivals.put_nowait(error)
-        else:
-            arrivals.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(forward(*item)) for item in enumerate(generations)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            arrival = await arrivals.get()
-            if isinstance(arrival, Exception):
-                raise arrival
-            if arrival is None:
-                num_open -= 1
-            else:
-                yield arrival
-    finally:
-        for task in tasks:
-            task.cancel()

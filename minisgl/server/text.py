@@ -42,13 +42,13 @@ from minisgl.utils.mp import Sender
 
 from .tracker import SequenceTracker
 
-__all__ = ["ProcessText", "TextSide", "ThreadText", "answer", "error_named"]
+__all__ = ["ProcessText", "TextSide", "TextThreads", "ThreadText", "answer", "error_named"]
 
 T = TypeVar("T")
 Question = Encode | EncodeChat | Decode
 
 LONG_TEXT = 1 << 16
-"""Characters. Longer texts are tokenized in a thread of their own: short ones needn't wait."""
+"""Characters, about. Longer ones have a thread of their own: short ones needn't wait."""
 
 
 class TextSide(Protocol):
@@ -63,7 +63,7 @@ class TextSide(Protocol):
         ...
 
     def abort(self, message: Abort) -> None:
-        """Pass it on to the scheduler."""
+        """Pass it on to the scheduler; the sequences are all of one prompt."""
         ...
 
     def fail(self, error: EngineDeadError) -> None:
@@ -125,8 +125,45 @@ def error_named(kind: str, message: str, param: str | None = None) -> MinisglErr
     return cls(message, param) if issubclass(cls, InvalidRequestError) else cls(message)
 
 
+def _is_long(question: Question) -> bool:
+    """Whether there is more than `LONG_TEXT` of it; takes no longer to tell if it is huge."""
+    if isinstance(question, Encode):
+        return len(question.text) > LONG_TEXT
+    if isinstance(question, Decode):
+        return len(question.token_ids) > LONG_TEXT
+    length, waiting = 0, [question.messages, question.tools, question.template_kwargs]
+    while waiting and length <= LONG_TEXT:
+        item: Any = waiting.pop()
+        length += len(item) if isinstance(item, (str, list, dict)) else 1
+        if isinstance(item, (list, dict)) and length <= LONG_TEXT:
+            waiting += item.values() if isinstance(item, dict) else item
+    return length > LONG_TEXT
+
+
+class TextThreads:
+    """Threads that answer questions: whoever must wait for a slow template or a long text keeps
+    only others of the kind waiting. While they tokenize, they don't hold Python's lock."""
+
+    def __init__(self) -> None:
+        self._texts = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._chats = ThreadPoolExecutor(2, thread_name_prefix="chat")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long text")
+
+    def of(self, question: Question) -> ThreadPoolExecutor:
+        """Those that the question is for."""
+        if _is_long(question):
+            return self._long
+        return self._chats if isinstance(question, EncodeChat) else self._texts
+
+    def close(self) -> None:
+        """Take no more questions; those that are there are answered."""
+        # Not cancelled: that would look to those who wait as if they had been.
+        for threads in (self._texts, self._chats, self._long):
+            threads.shutdown(wait=False)
+
+
 class ThreadText:
-    """Tokenizes in a few threads of this process; the library lets go of Python's lock."""
+    """Does it in a few threads of this process."""
 
     def __init__(self, tokenizer: Tokenizer | None, scheduler: Sender[ToScheduler]) -> None:
         self._tokenizer = tokenizer
@@ -134,25 +171,22 @@ class ThreadText:
         self._tracker = SequenceTracker(
             tokenizer, lambda uids: scheduler.send(Abort(uids, reason="stop"))
         )
-        # Whoever must wait for a slow template or text keeps only others of the kind waiting.
-        self._texts = ThreadPoolExecutor(2, thread_name_prefix="text")
-        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long text")
-        self._chats = ThreadPoolExecutor(2, thread_name_prefix="chat")
+        self._threads = TextThreads()
 
     async def ask(self, question: Question) -> Answer:
         """See `TextSide`."""
-        threads = self._texts
-        if isinstance(question, EncodeChat):
-            threads = self._chats
-        elif isinstance(question, Encode) and len(question.text) > LONG_TEXT:
-            threads = self._long_texts
+        threads = self._threads.of(question)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, answer, self._tokenizer, question)
 
     def submit(self, message: Submit) -> None:
         """See `TextSide`."""
         self._tracker.open(message)
-        self._scheduler.send(message)
+        try:
+            self._scheduler.send(message)
+        except BaseException:
+            self._tracker.drop(message)
+            raise
 
     def abort(self, message: Abort) -> None:
         """See `TextSide`."""
@@ -167,9 +201,7 @@ class ThreadText:
 
     def close(self) -> None:
         """See `TextSide`."""
-        # Not cancelled: that would look to those who wait as if they had been.
-        for threads in (self._texts, self._long_texts, self._chats):
-            threads.shutdown(wait=False)
+        self._threads.close()
 
 
 class ProcessText:
@@ -217,9 +249,9 @@ class ProcessText:
         self._workers[message.route].send(message)
 
     def abort(self, message: Abort) -> None:
-        """See `TextSide`: each worker passes on those of its own sequences."""
-        for worker in self._workers:
-            worker.send(message)
+        """See `TextSide`."""
+        # By way of the worker that passes on the prompt, or that would overtake it.
+        self._workers[message.uids[0] % len(self._workers)].send(message)
 
     def fail(self, error: EngineDeadError) -> None:
         """See `TextSide`."""

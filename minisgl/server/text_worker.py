@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -16,7 +15,6 @@ from minisgl.llm.requests import load_tokenizer
 from minisgl.message import (
     Abort,
     Deltas,
-    EncodeChat,
     Refusal,
     StartFailed,
     StepDone,
@@ -31,7 +29,7 @@ from minisgl.tokenizer.renderer import TemplateRenderer
 from minisgl.utils.logger import configure_logging, get_logger
 from minisgl.utils.mp import Receiver, Sender, exit_with_parent, read_spec
 
-from .text import Question, answer
+from .text import Question, TextThreads, answer
 from .tracker import SequenceTracker
 
 __all__ = ["TextWorkerSpec", "main"]
@@ -66,9 +64,7 @@ class _TextWorker:
         self._tracker = SequenceTracker(
             tokenizer, lambda uids: scheduler.send(Abort(uids, reason="stop"))
         )
-        # Prompts wait for each other here, and chats for a slow template; tokens to show never do.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="text")
-        self._chats = ThreadPoolExecutor(2, thread_name_prefix="chat")
+        self._threads = TextThreads()  # tokens to show don't wait for them
 
     def take(self, message: ToTextWorker) -> None:
         """Do what one message asks for."""
@@ -81,8 +77,7 @@ class _TextWorker:
         elif isinstance(message, Abort):
             self._scheduler.send(message)
         else:
-            threads = self._chats if isinstance(message, EncodeChat) else self._texts
-            threads.submit(self._answer, message)
+            self._threads.of(message).submit(self._answer, message)
 
     def _answer(self, question: Question) -> None:
         try:

@@ -103,7 +103,7 @@ class TraceWriter(Observer):
         """Draw a step."""
         last, self._last = self._last, stats
         args = {
-            "tokens": _computed(stats) - (_computed(last) if last else 0),
+            "tokens": stats.num_computed_tokens - (last.num_computed_tokens if last else 0),
             "running": stats.num_running,
             "waiting": stats.num_waiting,
         }
@@ -201,7 +201,3 @@ class TraceWriter(Observer):
                 file.close()
         except OSError:
             pass  # closing writes what is left, which fails like before
-
-
-def _computed(stats: EngineStats) -> int:
-    return stats.num_prefill_tokens + stats.num_decode_tokens

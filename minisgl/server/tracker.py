@@ -29,6 +29,11 @@ class SequenceTracker:
             uid = submit.first_uid + index
             self._sequences[uid] = Sequence(uid, submit.params, self._tokenizer, index)
 
+    def drop(self, submit: Submit) -> None:
+        """Follow them no more: the prompt could not be sent."""
+        for index in range(submit.params.n):
+            self._sequences.pop(submit.first_uid + index, None)
+
     def push(self, updates: Iterable[TokenUpdate]) -> list[SequenceDelta]:
         """What a step did to the sequences followed here."""
         deltas, stopped = [], []

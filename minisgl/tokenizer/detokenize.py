@@ -32,7 +32,7 @@ from typing import Protocol
 
 import tokenizers
 
-__all__ = ["IncrementalDetokenizer", "TokenPieces"]
+__all__ = ["BYTE_ALPHABET", "IncrementalDetokenizer", "TokenPieces"]
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -51,7 +51,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | shifted
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_ALPHABET = _byte_level_alphabet()
 
 
 class TokenPieces:
@@ -89,7 +89,7 @@ class TokenPieces:
             return b""
         if self.is_byte_level:
             try:
-                return bytes([_ALPHABET[char] for char in token])
+                return bytes([BYTE_ALPHABET[char] for char in token])
             except KeyError:  # an added token, which is stored as plain text
                 return token.encode("utf-8")
         byte = self.fallback_byte(token_id)

@@ -9,10 +9,13 @@ of the longest suffix of the text so far that is a prefix of the stop string, so
 
 the largest of the states is exactly what might still become a stop string. One character costs
 one step per stop string (amortized), whatever the strings' lengths and however deltas are cut.
+The automata are made once for all sequences that have the same stop strings; a sequence has their
+states.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,9 +51,8 @@ class StopStringChecker:
                 f"A stop string is empty in stop={list(stops)!r}; remove it", "stop"
             )
         self.matched: str | None = None
-        # Longest first, so that the first hit at a position is the one that starts earliest.
-        self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._automata, self._first_chars = _compiled(tuple(stops))
+        self._states = [0] * len(self._automata)
         self._include_stop = include_stop
         self._held = ""
 
@@ -65,19 +67,18 @@ class StopStringChecker:
             return StopResult(delta, None)  # the usual case: no stop string begins here
         text = self._held + delta
         for end, char in enumerate(delta, start=len(self._held) + 1):
-            for automaton in self._automata:
-                if automaton.step(char):
+            for index, automaton in enumerate(self._automata):
+                state = self._states[index] = automaton.extend(self._states[index], char)
+                if state == len(automaton.stop):
                     return self._finish(text[:end], automaton.stop)
-        length = max(automaton.state for automaton in self._automata)
-        cut = len(text) - length
+        cut = len(text) - max(self._states)
         self._held = text[cut:]
         return StopResult(text[:cut], None)
 
     def flush(self) -> str:
         """The text still held back at the end of the stream: it was no stop string after all."""
         held, self._held = self._held, ""
-        for automaton in self._automata:
-            automaton.state = 0
+        self._states = [0] * len(self._automata)
         return held
 
     def _finish(self, text: str, stop: str) -> StopResult:
@@ -86,23 +87,26 @@ class StopStringChecker:
 
 
 class _Automaton:
-    """One stop string. Invariant: `state` characters of it are a suffix of the text so far, and
-    no longer prefix of it is."""
+    """One stop string. Invariant: the first `state` characters of it are a suffix of the text so
+    far, and no longer prefix of it is."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.state = 0
         # border[n]: length of the longest proper prefix of stop[:n] that is also its suffix.
         self._border = [0, 0]
         for char in stop[1:]:
-            self._border.append(self._extend(self._border[-1], char))
+            self._border.append(self.extend(self._border[-1], char))
 
-    def step(self, char: str) -> bool:
-        """Read one character; True when the stop string is complete."""
-        self.state = self._extend(self.state, char)
-        return self.state == len(self.stop)
+    def extend(self, state: int, char: str) -> int:
+        """The state after one more character; the string's length when it is complete."""
+        while state and self.stop[state] != char:
+            state = self._border[state]
+        return state + 1 if self.stop[state] == char else 0
 
-    def _extend(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._border[length]
-        return length + 1 if self.stop[length] == char else 0
+
+@functools.lru_cache(maxsize=16)  # of requests that come one after another, most have the same
+def _compiled(stops: tuple[str, ...]) -> tuple[list[_Automaton], frozenset[str]]:
+    """The automata of the stop strings, and the characters that these begin with."""
+    # Longest first, so that the first hit at a position is the one that starts earliest.
+    automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+    return automata, frozenset(stop[0] for stop in stops)

@@ -1,7 +1,8 @@
 """The tokenizer of one model: text and messages to token ids, token ids to text.
 
 A thin layer over the Rust `tokenizers.Tokenizer`, which `folder.py` and `gguf.py` build. It is
-safe to share between threads: nothing changes after loading but caches.
+safe to share between threads: nothing changes after loading but caches. Other threads run while
+it works on a text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ChatTemplateError, CheckpointError, InvalidRequestError, ModelNotFoundError
+from .bounds import TextBound, text_bound
 from .detokenize import IncrementalDetokenizer, TokenPieces
 from .parts import TokenizerParts
 
@@ -88,6 +90,11 @@ class Tokenizer:
         """Source of the model's default chat template."""
         return self._templates.get("default")
 
+    @functools.cached_property
+    def text_bound(self) -> TextBound | None:
+        """How few tokens a text may have, if that is known; the first time takes a while."""
+        return text_bound(self.backend)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the model's BOS or EOS where it wants them.
 
@@ -102,7 +109,9 @@ class Tokenizer:
                 f"The text has a lone surrogate, {text[error.start]!r} at position {error.start}: "
                 "that is no character; remove it"
             ) from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`, which holds Python's lock and takes longer; the ids are the same.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -112,12 +121,14 @@ class Tokenizer:
         or beyond 32 bits.
         """
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            # Not `decode`, which holds Python's lock.
+            [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             bad = next(index for index in ids if not 0 <= index < 1 << 32)
             raise InvalidRequestError(
                 f"Token id {bad} is outside the vocabulary (0..{self.vocab_size - 1})"
             ) from error
+        return str(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A new detokenizer for one sequence; see `detokenize.py`."""

@@ -159,6 +159,11 @@ class FakeAsyncEngine:
         """Complete parameters of a request that names none."""
         return SamplingParams().resolve_defaults(self.generation_defaults)
 
+    def check_count(self, count: int, param: str = "n") -> None:
+        """Refuse what can never be there at once."""
+        if count > self.ready.max_running_requests + self.max_queued:
+            raise InvalidRequestError(f"{count} sequences are never there at once", param)
+
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True
     ) -> list[int]:
@@ -204,7 +209,9 @@ class FakeAsyncEngine:
         for ids in prompts:
             if not 1 <= len(ids) <= self.max_prompt_len:
                 raise InvalidRequestError(f"the prompt has {len(ids)} tokens", "prompt")
-        if self.num_live + sum(one.n for one in per_prompt) > self.max_queued:
+        count = sum(one.n for one in per_prompt)
+        self.check_count(count, "n" if len(prompts) == 1 else "prompt")
+        if self.num_live + count > self.max_queued:
             raise BusyError("the queue is full")
         made = []
         for index, (ids, one) in enumerate(zip(prompts, per_prompt, strict=True)):
@@ -317,6 +324,7 @@ def _cut(steps: list[Step], max_tokens: int) -> list[Step]:
 
 def fake_context(engine: FakeAsyncEngine, **config: Any) -> ServerContext:
     """A server that is ready and calls its model `fake`; `config` are fields of ServerConfig."""
+    engine.max_queued = config.get("max_queued_requests", engine.max_queued)
     return ServerContext(
         engine=engine,  # type: ignore[arg-type]
         config=ServerConfig(**config),

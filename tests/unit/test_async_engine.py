@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from minisgl.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
+from minisgl.llm.requests import RequestBuilder
 from minisgl.message import (
     Abort,
+    Answer,
     Deltas,
     EngineReady,
     Flush,
@@ -28,6 +32,7 @@ from minisgl.message import (
 from minisgl.server import async_engine
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.generation import Generation
+from tests.unit.fake_async_engine import byte_tokenizer
 from tests.unit.test_text_side import FakeSender, stats
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "qwen3-0.6b.json"
@@ -224,15 +229,153 @@ def test_several_prompts_are_taken_all_or_none(run: Any) -> None:
     async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
         with pytest.raises(InvalidRequestError):
             engine.submit([[1], []], SamplingParams(), request_id="a")
-        with pytest.raises(BusyError, match="0 sequences.*6 more.*2 may run.*2 wait"):
-            engine.submit([[1], [2]], SamplingParams(n=3), request_id="a")
+        engine.submit([[1]], SamplingParams(), request_id="first")
+        processes.submitted.clear()
+        with pytest.raises(BusyError, match="1 sequences.*4 more.*2 may run.*2 wait"):
+            engine.submit([[1], [2]], SamplingParams(n=2), request_id="a")
+        assert engine.num_live == 1 and processes.submitted == []
+        processes.end(0)
         assert engine.num_live == 0 and processes.submitted == []
         made = engine.submit([[1], [2]], SamplingParams(n=2), request_id="a")
         assert [one.request_id for one in made] == ["a-0", "a-1"]
         with pytest.raises(BusyError, match="--max-queued-requests"):
             engine.submit([[1]], SamplingParams(), request_id="b")
-        processes.end(0)
+        processes.end(made[0].first_uid)
         engine.submit([[1]], SamplingParams(), request_id="b")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("prompts", "n", "param"), [(1, 5, "n"), (5, 1, "prompt")])
+def test_more_sequences_than_can_ever_be_there_are_not_a_matter_of_waiting(
+    run: Any, prompts: int, n: int, param: str
+) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        with pytest.raises(InvalidRequestError, match="5 sequences.* 2 may run.* 2 wait") as caught:
+            engine.submit([[1]] * prompts, SamplingParams(n=n), request_id="a")
+        assert caught.value.param == param
+        engine.check_count(4)
+        with pytest.raises(InvalidRequestError, match="5 sequences") as caught:
+            engine.check_count(5, "input_ids")
+        assert caught.value.param == "input_ids"
+        assert engine.num_live == 0 and processes.submitted == []
+
+    run(test)
+
+
+UNSENDABLE: list[tuple[dict[str, Any], str]] = [
+    ({"cache_salt": "\ud800"}, "cache_salt"),
+    ({"priority": 2**70}, "priority"),
+    ({"prompts": [[1], [2**70]]}, "prompt"),
+    ({"prompts": [[1], [1.5, object()]]}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), UNSENDABLE, ids=lambda value: repr(value)[:30])
+def test_what_can_not_be_sent_is_refused_before_anything_is(
+    run: Any, change: dict[str, Any], param: str
+) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        options = {"prompts": [[1], [2]], "params": SamplingParams(), "request_id": "a", **change}
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.submit(**options)
+        assert caught.value.param == param
+        assert engine.num_live == 0 and processes.submitted == []
+        await engine.drain(60)  # nothing to wait for
+        assert engine.abort("a") == 0
+
+    run(test)
+
+
+def test_a_send_that_fails_leaves_nothing_behind(run: Any, monkeypatch: Any) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        def submit(message: Submit) -> None:
+            if message.token_ids == [2]:
+                raise OSError("no socket")
+            processes.submitted.append(message)
+
+        monkeypatch.setattr(processes, "submit", submit)
+        with pytest.raises(OSError, match="no socket"):
+            engine.submit([[1], [2], [3]], SamplingParams(), request_id="a")
+        [sent] = processes.submitted
+        assert processes.aborted == [sent.first_uid]
+        assert engine.num_live == 0
+        processes.end(sent.first_uid, reason="abort")  # nobody's
+        await engine.drain(60)
+        [made] = engine.submit([[1]], SamplingParams(), request_id="a")
+        assert made.request_id == "a" and engine.num_live == 1
+
+    run(test)
+
+
+def test_the_same_parameters_of_many_prompts_are_resolved_once(run: Any, monkeypatch: Any) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        resolved = []
+        resolve = SamplingParams.resolve_defaults
+
+        def counted(self: SamplingParams, *args: Any, **options: Any) -> SamplingParams:
+            resolved.append(self)
+            return resolve(self, *args, **options)
+
+        monkeypatch.setattr(SamplingParams, "resolve_defaults", counted)
+        first, second = SamplingParams(logit_bias={5: 1.0}), SamplingParams(temperature=0.5)
+        engine.submit([[1]] * 4, [first, first, second, first], request_id="a")
+        assert resolved == [first, second]
+        biases = [message.params.logit_bias for message in processes.submitted]
+        assert biases == [{5: 1.0}, {5: 1.0}, {}, {5: 1.0}]
+
+    run(test)
+
+
+class AnsweringText:
+    """Tokenizes in place of the processes, and keeps what it was asked."""
+
+    def __init__(
+        self,
+        monkeypatch: Any,
+        engine: AsyncEngine,
+        processes: FakeProcesses,
+        vocab_size: int = 300,
+    ) -> None:
+        self.asked: list[Any] = []
+        info = engine.model_info
+        info = replace(info, config=replace(info.config, vocab_size=vocab_size))
+        builder = RequestBuilder.of(info, byte_tokenizer())
+        monkeypatch.setattr(engine, "_builder", builder)
+        monkeypatch.setattr(engine, "_admission", replace(engine._admission, builder=builder))
+        monkeypatch.setattr(processes, "ask", self.ask, raising=False)
+
+    async def ask(self, question: Any) -> Answer:
+        self.asked.append(question)
+        return Answer(question.ticket, byte_tokenizer().encode(question.text))
+
+
+def test_a_text_that_is_certainly_too_long_is_not_tokenized(run: Any, monkeypatch: Any) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        text = AnsweringText(monkeypatch, engine, processes)
+        longest = engine.max_prompt_len * len("<|begin|>")  # the longest token
+        assert len(await engine.encode("a" * longest)) == longest, "it might have been that token"
+        text.asked.clear()
+        with pytest.raises(InvalidRequestError, match=r"568 characters.* 64 tokens.*model_len 64"):
+            await engine.encode("a" * (longest + 1))
+        assert text.asked == []
+
+    run(test)
+
+
+def test_ids_are_checked_whoever_they_come_from(run: Any, monkeypatch: Any) -> None:
+    async def test(engine: AsyncEngine, processes: FakeProcesses) -> None:
+        size = engine.model_info.config.vocab_size
+        assert await engine.encode([0, size - 1]) == [0, size - 1]
+        for bad in (-1, size, 2**70, 1.0, True, "1", None):
+            with pytest.raises(InvalidRequestError, match=re.escape(f"token id {bad!r} is not")):
+                await engine.encode([0, bad, 1])
+        with pytest.raises(InvalidRequestError, match="has 64 tokens"):
+            await engine.encode([size] * 64)
+        text = AnsweringText(monkeypatch, engine, processes, vocab_size=100)
+        with pytest.raises(InvalidRequestError, match="token id 122 is not in the vocabulary"):
+            await engine.encode("az")
+        assert len(text.asked) == 1
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from minisgl import SamplingParams
@@ -51,6 +52,18 @@ BAD = [
     ("logit_bias", {"1": 1.0}),
     ("logit_bias", [1]),
     ("ignore_eos", 1),
+    # Beyond what can be sent to another process, or checked in no time.
+    ("max_tokens", 2**63),
+    ("min_tokens", 2**63),
+    ("top_k", 2**63),
+    ("stop_token_ids", [2**63]),
+    ("stop_token_ids", [1, True]),
+    ("stop_token_ids", [1] * 129),
+    ("logit_bias", {2**63: 1.0}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("stop", ["\ud800"]),
+    ("stop", ["x" * 1025]),
+    ("stop", "x" * 1025),
     ("skip_special_tokens", "yes"),
 ]
 
@@ -60,6 +73,7 @@ def test_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+    assert len(str(caught.value)) < 400
 
 
 def test_bounds_themselves_are_accepted():
@@ -80,6 +94,29 @@ def test_bounds_themselves_are_accepted():
         stop="x",
         logit_bias={0: -100},
     )
+    SamplingParams(
+        max_tokens=2**63 - 1,
+        top_k=2**63 - 1,
+        stop=["x" * 1024] * 16,
+        stop_token_ids=[*range(127), 2**63 - 1],
+        logit_bias=dict.fromkeys(range(1024), 100),
+    )
+
+
+@pytest.mark.parametrize("name", ["top_k", "n", "temperature", "stop_token_ids"])
+def test_a_number_too_long_to_be_shown_is_refused(name):
+    value = [10**5000] if name == "stop_token_ids" else 10**5000
+    with pytest.raises(InvalidRequestError, match=f"{name} = a int too long to show must be"):
+        SamplingParams(**{name: value})
+
+
+def test_all_that_is_accepted_can_be_sent():
+    params = SamplingParams(repetition_penalty=10**300, seed=-(2**63), top_k=2**63 - 1, stop="é😀")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_stop_ids_count_once():
+    assert SamplingParams(stop_token_ids=[7, 2, 7, 2]).stop_token_ids == (7, 2)
 
 
 def test_min_tokens_is_at_most_max_tokens():
@@ -93,6 +130,14 @@ def test_defaults_are_the_request_then_the_model_then_openai():
     assert (resolved.temperature, resolved.top_p, resolved.top_k) == (0.6, 0.5, 20)
     assert (resolved.min_p, resolved.repetition_penalty, resolved.max_tokens) == (0.0, 1.0, 16)
     assert asked == SamplingParams(top_p=0.5), "the caller's object changed"
+
+
+def test_resolved_parameters_share_nothing_that_may_change():
+    asked = SamplingParams(logit_bias={1: 2.0}, stop=["a"], stop_token_ids=[3])
+    resolved = asked.resolve_defaults({})
+    asked.logit_bias[1] = 5.0
+    assert resolved.logit_bias == {1: 2.0}
+    assert (resolved.stop, resolved.stop_token_ids) == (("a",), (3,))
 
 
 def test_a_model_s_own_length_replaces_the_default_but_not_the_request():

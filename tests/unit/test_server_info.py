@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import minisgl
+from minisgl.core import SamplingParams
 from minisgl.errors import BusyError, ChatTemplateError, EngineDeadError
-from minisgl.server import info
+from minisgl.server import info, probe
 from tests.unit.fake_async_engine import BEGIN, VOCAB_SIZE, FakeAsyncEngine, Step
 from tests.unit.routes import Routes, error_of
 
@@ -93,7 +94,7 @@ def test_health_generate_tells_that_its_token_failed(reason: str) -> None:
 
 
 def test_health_generate_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.01)
     server = routes(FakeAsyncEngine(manual=True))  # never steps
     error = error_of(server.get("/health_generate"), 503)
     assert "no token within 0.01 s" in error["message"]
@@ -101,11 +102,71 @@ def test_health_generate_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch)
     assert len(server.engine.aborted) == 1
 
 
-def test_health_generate_of_a_full_queue_is_busy() -> None:
+async def asking(server: Routes, count: int) -> list[asyncio.Task[Any]]:
+    """So many callers of `/health_generate` at once, who all wait by now."""
+    tasks = [asyncio.ensure_future(server.call("GET", "/health_generate")) for _ in range(count)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def test_callers_of_health_generate_share_one_sequence_whoever_leaves() -> None:
+    async def run() -> None:
+        server = routes(FakeAsyncEngine(manual=True))
+        first, *others = await asking(server, 20)
+        assert server.engine.num_live == 1
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert server.engine.num_live == 1
+        server.engine.step()
+        assert {(await one).status_code for one in others} == {200}
+        assert len(server.engine.submitted) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("fresh_s", "count"), [(1e9, 1), (0, 2)])
+def test_a_fresh_success_of_health_generate_is_told_again(
+    fresh_s: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "FRESH_S", fresh_s)
+    server = routes()
+    assert [server.get("/health_generate").status_code for _ in range(2)] == [200, 200]
+    assert len(server.engine.submitted) == count
+
+
+def test_a_failure_of_health_generate_is_tried_again() -> None:
+    server = routes(FakeAsyncEngine(script=lambda _ids, _choice: [Step("", (), "error")]))
+    assert server.get("/health_generate").status_code == 503
+    server.engine.script = lambda _ids, _choice: [Step("a", (97,), "length")]
+    assert server.get("/health_generate").status_code == 200
+
+
+def test_a_full_queue_that_moves_is_healthy() -> None:
+    async def run() -> None:
+        server = routes(FakeAsyncEngine(manual=True, max_queued=1))
+        server.engine.submit([[65]], SamplingParams(), request_id="r")
+        (task,) = await asking(server, 1)
+        server.engine.step()
+        assert (await task).status_code == 200
+        assert len(server.engine.submitted) == 1
+        assert server.engine.observers == []
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_that_stands_still_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.01)
     server = routes(FakeAsyncEngine(submit_error=BusyError("full")))
-    response = server.get("/health_generate")
-    assert error_of(response, 503)["code"] == "server_busy"
-    assert response.headers["retry-after"]
+    assert error_of(server.get("/health_generate"), 503)["code"] == "unhealthy"
+
+
+def test_health_may_be_asked_for_without_its_body() -> None:
+    server = routes()
+    assert asyncio.run(server.call("HEAD", "/health")).status_code == 200
+    server.context.state.loading = True
+    assert asyncio.run(server.call("HEAD", "/health")).status_code == 503
 
 
 # -- models, version, metrics ------------------------------------------------------------------
@@ -178,6 +239,14 @@ def test_special_tokens_are_left_out_and_spellings_shown_on_demand() -> None:
     answer = routes().post("/tokenize", body).json()
     assert answer["tokens"] == [97, 32, 98]
     assert answer["token_strs"] == ["a", "Ġ", "b"]
+
+
+def test_a_long_text_is_answered_like_a_short_one() -> None:
+    body = {"prompt": "a b" * 2000, "add_special_tokens": False, "return_token_strs": True}
+    answer = routes().post("/tokenize", body).json()
+    assert answer["count"] == 6000
+    assert answer["tokens"] == [97, 32, 98] * 2000
+    assert answer["token_strs"] == ["a", "Ġ", "b"] * 2000
 
 
 def test_an_empty_text_has_no_tokens_of_its_own() -> None:

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 import minisgl
-from minisgl.errors import BusyError, EngineDeadError
-from minisgl.server import native
+from minisgl.errors import BusyError, EngineDeadError, RequestFailedError
+from minisgl.server import large, native
+from minisgl.server.large import JsonList
 from tests.unit.fake_async_engine import BEGIN, END, FakeAsyncEngine, Step, answer
 from tests.unit.observed import stats
 from tests.unit.routes import Routes, error_of
@@ -121,6 +122,37 @@ def test_prompts_of_their_own_ids_are_queued_all_or_none() -> None:
     assert server.engine.num_live == 0
 
 
+@pytest.mark.parametrize("rid", ["r", ["x", "y"]])
+def test_a_failure_behind_the_submission_leaves_nothing_running(
+    rid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RequestFailedError("here")
+
+    monkeypatch.setattr(native, "NativeCall", fail)
+    server = routes(FakeAsyncEngine(manual=True))
+    assert server.post("/generate", {"text": ["a", "b"], "rid": rid}).status_code == 500
+    assert len(server.engine.submitted) == 2
+    assert server.engine.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"text": ["a"] * 20}, "text"),
+        ({"text": None, "input_ids": [[1]] * 20}, "input_ids"),
+        ({}, "n"),
+    ],
+)
+def test_more_sequences_than_ever_fit_are_refused_for_good(
+    change: dict[str, Any], param: str
+) -> None:
+    server = routes(FakeAsyncEngine(max_queued=100))
+    body = {"text": "a", "sampling_params": {"n": 128}, **change}
+    assert error_of(server.post("/generate", body))["param"] == param
+    assert not server.engine.options
+
+
 def test_every_sampling_parameter_reaches_the_engine() -> None:
     server = routes()
     given = {
@@ -213,6 +245,57 @@ def test_without_return_logprob_there_are_none() -> None:
     info = generate(server, logprob_start_len=0)["meta_info"]
     assert not any("logprobs" in name for name in info)
     assert server.engine.submitted[0].params.prompt_logprobs is None
+
+
+def test_a_large_answer_is_made_in_a_thread_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "rid": "r"}
+    options |= {"top_logprobs_num": 2, "sampling_params": {"n": 2}}
+    small = generate(routes(), **options)
+    monkeypatch.setattr(large, "LARGE", 1)
+    made = generate(routes(), **options)
+    for one in (*small, *made):
+        del one["meta_info"]["e2e_latency"]
+    assert made == small
+
+
+def test_each_log_probability_of_a_stream_is_written_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def extend(self: JsonList, items: Any) -> None:
+        items = list(items)
+        written.append(len(items))
+        original(self, items)
+
+    original = JsonList.extend
+    monkeypatch.setattr(JsonList, "extend", extend)
+    written: list[int] = []
+    server = routes(FakeAsyncEngine(script=lambda _ids, _choice: answer("abcdef", "length")))
+    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    got = events(server, input_ids=[1, 2, 3], text=None, sampling_params={"n": 2}, **options)
+    assert len(got) == 12
+    assert got[-1]["meta_info"]["input_token_logprobs"] == [
+        [None, 1, None],
+        [-1.5, 2, None],
+        [-1.5, 3, None],
+    ]
+    assert len(got[-1]["meta_info"]["output_top_logprobs"]) == 6
+    assert sum(written) == 2 * (3 + 6 + 6)  # the tokens themselves and the most likely ones
+
+
+@pytest.mark.parametrize(("stream", "name"), [(False, "MAX_ENTRIES"), (True, "MAX_REPEATED")])
+def test_an_answer_that_would_be_too_large_is_refused(
+    stream: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large, name, 100)
+    server = routes()
+    params = {"max_new_tokens": 6, "n": 3}
+    body = {"text": "ab", "return_logprob": True, "top_logprobs_num": 5, "sampling_params": params}
+    error = error_of(server.post("/generate", {**body, "stream": stream}))
+    assert error["param"] == "top_logprobs_num"
+    assert "108 log-probabilities" in error["message"]
+    assert not server.engine.submitted
 
 
 # -- streams ---------------------------------------------------------------------------------
@@ -362,7 +445,7 @@ def test_the_body_of_sglang_s_router_is_taken() -> None:
         ({"text": None, "input_ids": []}, "input_ids", "list of token ids"),
         ({"text": None, "input_ids": [[1], []]}, "input_ids", "list of token ids"),
         ({"text": None, "input_ids": [1, "a"]}, "input_ids", "'a', which is no token id"),
-        ({"text": None, "input_ids": [1, True]}, "input_ids", "True, which is no token id"),
+        ({"text": None, "input_ids": [1, True]}, "input_ids", "true, which is no token id"),
         ({"text": None, "input_ids": [[1], [-1]]}, "input_ids", "-1, which is no token id"),
         ({"text": None, "input_ids": [1, 300]}, "input_ids", "300 is not in the vocabulary"),
         ({"text": "x" * 200}, "text", "201 tokens"),

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from minisgl.core import SamplingParams, TokenLogprobs
-from minisgl.errors import BusyError, ChatTemplateError
+from minisgl.errors import BusyError, ChatTemplateError, RequestFailedError
 from minisgl.message import SequenceDelta
-from minisgl.server.choices import Piece, TextChoice, TextOptions
+from minisgl.server import large, openai
+from minisgl.server.choices import Piece, Prompt, TextChoice, TextOptions
 from minisgl.server.context import ServerContext
 from minisgl.server.errors import install_error_handlers
 from minisgl.server.generation import Generation
-from minisgl.server.logprobs import TextOffsets, TokenTexts, prompt_logprobs, text_logprobs
+from minisgl.server.logprobs import TextColumns, TextOffsets, TokenTexts, prompt_logprobs
 from minisgl.server.openai import OpenAIService, router
-from minisgl.server.openai_call import merged
 from minisgl.server.protocol import ChatCompletionRequest
 from minisgl.server.responses import ChatCompletion, ChatCompletionChunk, Completion
+from minisgl.server.submitted import merged
 from tests.unit.fake_async_engine import (
     END,
     FakeAsyncEngine,
@@ -78,6 +81,11 @@ def error_of(response: httpx.Response) -> Json:
     assert set(body) == {"error"}
     error: Json = body["error"]
     return error
+
+
+def plain(value: Any) -> Any:
+    """What clients read of a part of an answer."""
+    return json.loads(msgspec.json.encode(value))
 
 
 class Connection:
@@ -300,7 +308,7 @@ def test_a_stream_of_several_prompts_that_is_closed_leaves_no_task() -> None:
         assert {(await anext(arrivals)).prompt, (await anext(arrivals)).prompt} == {0, 1}
         assert len(asyncio.all_tasks()) == 3
         await arrivals.aclose()
-        await until(lambda: len(asyncio.all_tasks()) == 1)
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
 
@@ -388,8 +396,9 @@ def test_tokens_of_the_same_text_stay_apart() -> None:
     texts._known[5] = texts[97]  # another token that is shown as "a"
     # 290 and 291 are ids beyond the tokenizer, which have no text at all.
     entry = TokenLogprobs(97, -1.0, 2, ((5, -0.5), (290, -3.0), (291, float("-inf"))))
-    shaped = text_logprobs([97], [entry], [0], texts, top=3)
-    [by_text] = shaped["top_logprobs"]
+    columns = TextColumns(texts, top=3)
+    columns.add([97], [entry], [0])
+    [by_text] = plain(columns.shape())["top_logprobs"]
     wanted = {"a": -1.0, "token_id:5": -0.5, "token_id:290": -3.0, "token_id:291": -9999.0}
     assert by_text == wanted
 
@@ -419,10 +428,10 @@ def test_prompt_logprobs_are_by_token_id_and_the_first_token_has_none() -> None:
 
 def test_a_token_of_the_prompt_that_was_unlikely_is_there_with_its_rank() -> None:
     entry = TokenLogprobs(66, -8.0, 40, ((67, -0.25), (68, -0.5)))
-    [shaped] = prompt_logprobs([entry], TokenTexts(byte_tokenizer()), top=1)
+    [shaped] = plain(prompt_logprobs([entry], TokenTexts(byte_tokenizer()), top=1))
     assert shaped == {
-        67: {"logprob": -0.25, "rank": 1, "decoded_token": "C"},
-        66: {"logprob": -8.0, "rank": 40, "decoded_token": "B"},
+        "67": {"logprob": -0.25, "rank": 1, "decoded_token": "C"},
+        "66": {"logprob": -8.0, "rank": 40, "decoded_token": "B"},
     }
 
 
@@ -457,18 +466,120 @@ def test_a_sequence_ahead_of_the_prompts_logprobs_waits_for_them() -> None:
     async def run() -> None:
         params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0, max_tokens=2)
         generation = Generation("r", 0, [65, 66], params, lambda _generation: None)
-        choice = TextChoice(1, generation, "AB", TextOptions(TokenTexts(byte_tokenizer()), 0))
+        prompt = Prompt(generation, TextOptions(TokenTexts(byte_tokenizer()), 0), "AB")
+        choice = TextChoice(1, prompt)
         piece, early = Piece(), delta(1, 97, [])
         generation.push(early)
         piece.add(early)
+        await prompt.prepare()
         assert choice.delta(piece) is None
         generation.push(delta(0, 98, [TokenLogprobs(66, -2.0, 1, ())]))
-        shape = choice.delta(piece)
-        assert shape is not None and shape["logprobs"] is not None
+        await prompt.prepare()
+        shape = plain(choice.delta(piece))
         assert shape["text"] == "ABa"
         assert shape["logprobs"]["token_logprobs"] == [None, -2.0, -1.0]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logprobs_of_a_prompt_are_written_once_for_all_its_choices(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def add(self: TextColumns, ids: list[int], *rest: Any) -> None:
+        written.append(ids)
+        original(self, ids, *rest)
+
+    original = TextColumns.add
+    monkeypatch.setattr(TextColumns, "add", add)
+    engine = FakeAsyncEngine(lambda _ids, choice: answer(str(choice), "length"))
+    body = {"prompt": [65, 66], "echo": True, "logprobs": 0, "n": 3}
+    if streamed:
+        choices = [chunk["choices"][0] for chunk in stream(engine, TEXT, body)]
+    else:
+        choices = ask(engine, TEXT, body).json()["choices"]
+    assert [c["logprobs"]["tokens"] for c in choices] == [["A", "B", str(i)] for i in range(3)]
+    assert sorted(written) == [[48], [49], [50], [65, 66]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "n": 2, "logprobs": True, "prompt_logprobs": 2}),
+        (TEXT, {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "prompt_logprobs": 1}),
+    ],
+)
+def test_a_large_answer_is_made_in_threads_and_is_the_same(
+    path: str, body: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(texts: TokenTexts, token_id: int) -> Any:
+        in_loop.add(threading.current_thread() is threading.main_thread())
+        return original(texts, token_id)
+
+    original = TokenTexts._look_up
+    monkeypatch.setattr(TokenTexts, "_look_up", look_up)
+    in_loop: set[bool] = set()
+    small = ask(FakeAsyncEngine(), path, body).json()
+    assert in_loop == {True}
+    in_loop.clear()
+    monkeypatch.setattr(large, "LARGE", 1)
+    made = ask(FakeAsyncEngine(), path, body).json()
+    assert in_loop == {False}
+    assert (made["choices"], made["usage"]) == (small["choices"], small["usage"])
+    assert made.get("prompt_logprobs") == small.get("prompt_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 1, "n": 2}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "prompt_logprobs": 11}, "top_logprobs"),
+        (TEXT, {"prompt": "x", "logprobs": 1, "max_tokens": 51}, "logprobs"),
+        (TEXT, {"prompt": [1] * 51, "prompt_logprobs": 0, "n": 2}, "logprobs"),
+    ],
+)
+def test_an_answer_that_would_be_too_large_is_refused_before_anything_runs(
+    path: str, body: Json, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large, "MAX_ENTRIES", 100)
+    engine = FakeAsyncEngine()
+    response = ask(engine, path, body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert "prompt_logprobs or max_tokens or n" in error["message"]
+    assert not engine.submitted
+    # What is streamed is sent as it comes.
+    if "prompt_logprobs" not in body:
+        assert stream(engine, path, body)
+
+
+def test_prompts_are_not_repeated_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "MAX_ECHO", 6)
+    engine = FakeAsyncEngine()
+    body = {"prompt": ["a", "bc"], "echo": True}
+    assert ask(engine, TEXT, {**body, "n": 2}).status_code == 200
+    response = ask(engine, TEXT, {**body, "n": 3})
+    assert (response.status_code, error_of(response)["param"]) == (400, "echo")
+    assert ask(engine, TEXT, {**body, "n": 3, "echo": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": ["a", "b"]})]
+)
+def test_a_failure_behind_the_submission_leaves_nothing_running(
+    path: str, body: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RequestFailedError("here")
+
+    monkeypatch.setattr(openai, "OpenAICall", fail)
+    engine = FakeAsyncEngine(manual=True)
+    assert ask(engine, path, {**body, "n": 2}).status_code == 500
+    assert len(engine.submitted) > 0
+    assert engine.num_live == 0
 
 
 def test_offsets_count_special_tokens_where_the_text_shows_them() -> None:
@@ -500,10 +611,10 @@ def test_offsets_count_special_tokens_where_the_text_shows_them() -> None:
 def test_what_cannot_be_served_is_refused_before_anything_runs(
     path: str, change: Json, status: int, param: str, streamed: bool
 ) -> None:
-    engine = FakeAsyncEngine()
+    engine = FakeAsyncEngine(max_queued=100)
     body = {"messages": HELLO} if path == CHAT else {"prompt": "Hi"}
     body = {**body, **change, "stream": streamed}
-    response = ask(engine, path, body, max_n=4, max_queued_requests=100)
+    response = ask(engine, path, body, max_n=4)
     assert (response.status_code, error_of(response)["param"]) == (status, param)
     assert engine.submitted == []
 

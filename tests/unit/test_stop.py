@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl.errors import InvalidRequestError
 from minisgl.tokenizer import StopResult, StopStringChecker
+from minisgl.tokenizer import stop as stop_module
 
 
 def expected(text: str, stops: list[str], include_stop: bool) -> StopResult:
@@ -75,6 +76,30 @@ def test_held_text_is_given_back() -> None:
     assert checker.push("STO") == ("", None)
     assert checker.flush() == "STO"
     assert checker.flush() == ""
+
+
+def test_sequences_with_the_same_stop_strings_share_no_state() -> None:
+    first, second = StopStringChecker(["STOP"]), StopStringChecker(["STOP"])
+    assert first.push("ST") == ("", None)
+    assert second.push("OP") == ("OP", None)
+    assert first.push("OP") == ("", "STOP")
+    assert second.push("ST") == ("", None)
+    assert second.flush() == "ST"
+
+
+def test_automata_are_made_once_for_all_sequences() -> None:
+    made = []
+
+    class Counted(stop_module._Automaton):
+        def __init__(self, text: str) -> None:
+            made.append(text)
+            super().__init__(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop_module, "_Automaton", Counted)
+        for _ in range(128):
+            StopStringChecker(["made once", "made once", "and this"])
+    assert sorted(made) == ["and this", "made once"]
 
 
 def test_include_stop() -> None:

@@ -28,11 +28,13 @@ from minisgl.message import (
     SequenceDelta,
     StepDone,
     Submit,
+    ToFront,
     TokenUpdate,
     ToScheduler,
     ToTextWorker,
 )
-from minisgl.server.text import ProcessText, ThreadText
+from minisgl.server.text import LONG_TEXT, ProcessText, TextThreads, ThreadText
+from minisgl.server.text_worker import _TextWorker
 from minisgl.server.tracker import SequenceTracker
 from tests.unit.fake_async_engine import byte_tokenizer
 
@@ -176,6 +178,69 @@ def test_slow_chats_keep_no_texts_waiting(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(main())
 
 
+LONG = "a" * (LONG_TEXT + 1)
+LONG_QUESTIONS = {
+    "text": Encode(0, LONG, True),
+    "ids": Decode(0, [1] * (LONG_TEXT + 1), True),
+    "message": EncodeChat(0, [{"role": "user", "content": LONG}]),
+    "parts": EncodeChat(0, [{"role": "user", "content": [{"type": "text", "text": LONG}]}]),
+    "messages": EncodeChat(0, [{"role": "user", "content": "a"}] * LONG_TEXT),
+    "tools": EncodeChat(0, [{}], tools=[{"function": {"description": LONG}}]),
+}
+
+
+@pytest.mark.parametrize("long", LONG_QUESTIONS.values(), ids=LONG_QUESTIONS)
+def test_long_questions_keep_no_short_ones_waiting(long: Any) -> None:
+    threads = TextThreads()
+    short_chat = EncodeChat(0, [{"role": "user", "content": "a" * 1000}])
+    short = [Encode(0, "a", True), Decode(0, [1], True), short_chat]
+    assert threads.of(long) not in [threads.of(question) for question in short]
+    assert threads.of(short_chat) is not threads.of(short[0])
+    threads.close()
+
+
+def test_a_prompt_that_can_not_be_sent_is_not_followed() -> None:
+    class Broken(FakeSender):
+        def send(self, message: Any) -> None:
+            raise OSError("no socket")
+
+    scheduler: Any = Broken()
+    text = ThreadText(byte_tokenizer(), scheduler)
+    with pytest.raises(OSError, match="no socket"):
+        text.submit(submit(0, n=2))
+    updates = [TokenUpdate(0, 65), TokenUpdate(1, 65)]
+    assert text.on_step(StepDone(updates, stats())).deltas == []
+    text.close()
+
+
+def test_a_worker_keeps_no_short_chat_waiting_for_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, go_on, answered = byte_tokenizer(), threading.Event(), threading.Event()
+
+    def encode_chat(messages: Any, **_: Any) -> list[int]:
+        if messages[0]["content"] == LONG:
+            go_on.wait()
+        return [len(messages[0]["content"])]
+
+    class Front(FakeSender):
+        def send(self, message: Any) -> None:
+            super().send(message)
+            answered.set()
+
+    monkeypatch.setattr(tokenizer, "encode_chat", encode_chat)
+    front: Any = Front(ToFront)
+    scheduler: Any = FakeSender()
+    worker = _TextWorker(tokenizer, front, scheduler)
+    try:
+        for ticket, content in enumerate([LONG, LONG, LONG, "hi"]):
+            worker.take(EncodeChat(ticket, [{"role": "user", "content": content}]))
+        assert answered.wait(20)
+        assert front.sent == [Answer(3, [2])]
+    finally:
+        go_on.set()
+
+
 def test_without_a_tokenizer_text_is_refused() -> None:
     async def main() -> None:
         scheduler: Any = FakeSender()
@@ -284,8 +349,9 @@ def test_a_prompt_and_its_steps_belong_to_one_worker() -> None:
         text.submit(submit(uid))
     sent = [[(m.first_uid, m.route) for m in worker.sent] for worker in workers]
     assert sent == [[(0, 0)], [(1, 1), (7, 1)], [(5, 2)]]
-    text.abort(Abort([5]))
-    assert all(worker.sent[-1] == Abort([5]) for worker in workers)
+    text.abort(Abort([5, 6, 7]))
+    assert workers[2].sent[-1] == Abort([5, 6, 7])
+    assert [len(worker.sent) for worker in workers] == [1, 2, 2], "no other is told"
 
 
 NOT_SENT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,37 @@ def test_bad_text_and_ids_are_refused(demo: Tokenizer) -> None:
     for index in (-1, 1 << 32):
         with pytest.raises(InvalidRequestError, match=str(index)):
             demo.decode([3, index])
+
+
+def test_other_threads_run_meanwhile(demo: Tokenizer) -> None:
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        text = "".join(PROSE) * 2000
+        before = ticks[0]
+        ids = demo.encode(text)
+        during_encode = ticks[0] - before
+        before = ticks[0]
+        demo.decode(ids)
+        during_decode = ticks[0] - before
+    finally:
+        done.set()
+        thread.join()
+    assert min(during_encode, during_decode) > 5  # it would be 0 or 1
+
+
+def test_ids_and_text_equal_those_of_the_simple_calls(demo: Tokenizer) -> None:
+    for text in [*PROSE, "".join(PROSE) * 100]:
+        for special in (True, False):
+            ids = demo.encode(text, add_special_tokens=special)
+            assert ids == demo.backend.encode(text, add_special_tokens=special).ids
+        assert demo.decode(ids) == demo.backend.decode(ids)
 
 
 def test_messages_is_no_template_variable(demo: Tokenizer) -> None:

@@ -38,17 +38,11 @@ class Progress(Observer):
             disable=None,
         )
 
-    def on_submit(self, generation: Generation) -> None:
-        """Nothing to count."""
-
     def on_delta(self, generation: Generation, delta: SequenceDelta, now_s: float) -> None:
         """Count tokens: a prompt's at the first delta that says it was read."""
         if delta.start is not None and delta.uid == generation.first_uid:
             self._prompt_tokens += len(generation.prompt_token_ids)
         self._output_tokens += len(delta.token_ids)
-
-    def on_end(self, generation: Generation) -> None:
-        """Nothing to count."""
 
     def on_stats(self, stats: EngineStats) -> None:
         """Keep the bar's rate current while no line finishes."""

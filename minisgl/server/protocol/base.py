@@ -42,7 +42,8 @@ def _complete_schema(schema: dict[str, Any], model: type[Body]) -> None:
         if neutral.values:
             schema["properties"][name] = {
                 "enum": [*neutral.values, None],
-                "description": f"Accepted only with these values: this version has no {neutral.feature}.",
+                "description": "Accepted only with these values: this version has no "
+                f"{neutral.feature}.",
             }
 
 

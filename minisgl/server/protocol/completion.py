@@ -11,7 +11,7 @@ from .base import Neutral
 from .compat import ENGINES, STRUCTURED_OUTPUT
 from .sampling import Logprobs, SamplingBody
 
-__all__ = ["MAX_PROMPTS", "CompletionRequest", "IdLists", "Ids", "Text", "Texts"]
+__all__ = ["MAX_PROMPTS", "CompletionRequest", "IdLists", "Ids", "Text", "Texts", "check_ids"]
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
@@ -43,10 +43,15 @@ def _checked(prompt: Any, where: str) -> str | list[int]:
     if not prompt:
         raise ValueError(f"is empty{where}: give at least one token")
     if isinstance(prompt, list):
-        for token in prompt:
-            if type(token) is not int or token < 0:
-                raise ValueError(f"has {shorten(token)}{where}, which is no token id")
+        check_ids(prompt, where)
     return prompt
+
+
+def check_ids(ids: list[Any], where: str = "") -> None:
+    """Raise `ValueError` for what is no token id, having looked at each as little as possible."""
+    if not set(map(type, ids)) <= {int} or min(ids) < 0:
+        bad = next(token for token in ids if type(token) is not int or token < 0)
+        raise ValueError(f"has {shorten(bad)}{where}, which is no token id")
 
 
 class CompletionRequest(SamplingBody):

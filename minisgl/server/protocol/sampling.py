@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from minisgl.errors import InvalidRequestError
-from minisgl.params import MAX_LOGPROBS, MAX_N, MAX_STOPS, SamplingParams
+from minisgl.params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 from ..errors import shorten
 from .base import Body, Neutral
@@ -20,14 +27,16 @@ Count = Annotated[int, Field(ge=1, le=INT64 - 1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)]
 BIASES = {
     "type": "object",
+    "maxProperties": MAX_BIASES,
     "propertyNames": {"pattern": r"^[0-9]{1,19}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
 TokenId = Annotated[int, Field(ge=0, le=INT64 - 1)]
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
 
 
 def _listed(value: Any) -> Any:
@@ -38,12 +47,14 @@ def _biases(value: Any) -> dict[int, float]:
     """`{"50256": -100}` with its keys, which JSON has as strings, as token ids."""
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries: at most {MAX_BIASES} are allowed")
     biases = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 20):
             raise ValueError(f"has the key {shorten(key)}, which is no token id")
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not is_number or not math.isfinite(bias) or not -100 <= bias <= 100:
+        if not is_number or not -100 <= bias <= 100:
             raise ValueError(f"has {shorten(bias)} for {key}: must be a number from -100 to 100")
         if int(key) in biases:
             raise ValueError(f"has the token id {int(key)} twice")
@@ -93,7 +104,7 @@ class SamplingBody(Body):
     seed: Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | None = None
     """The same request with the same seed samples the same tokens. Default: a new one."""
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(BIASES)] = {}
-    """Added to the logits of these tokens; keys are token ids."""
+    """Added to the logits of these tokens, of up to 1024; keys are token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     """Choices to generate for each prompt; the server may have a lower limit."""
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -111,9 +122,10 @@ class SamplingBody(Body):
         StopStrings,
         BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings),
     ] = []
-    """A string that ends the text, or up to 16 of them; not part of the text."""
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = []
-    """Token ids that end the text besides the model's own."""
+    """A string of up to 1024 characters that ends the text, or up to 16 of them; not part of the
+    text."""
+    stop_token_ids: StopIds = []
+    """Token ids, up to 128, that end the text besides the model's own."""
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
     ignore_eos: bool = False
