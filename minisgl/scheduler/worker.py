@@ -36,7 +36,7 @@ from minisgl.message import (
 )
 from minisgl.models import load_model_info
 from minisgl.utils.logger import configure_logging, get_logger
-from minisgl.utils.mp import Receiver, Sender, exit_with_parent, read_spec
+from minisgl.utils.mp import Receiver, Sender, exit_with_parent, freeze_heap, read_spec
 
 from .build import Built, build_scheduler
 from .scheduler import Scheduler, Update
@@ -210,6 +210,7 @@ def main() -> int:
         front.close()
         return 2 if isinstance(error, MinisglError) else 1
     routes: list[Sender[FromScheduler]] = [Sender(address) for address in spec.routes]
+    freeze_heap()
     front.send(_ready(built))
     SchedulerWorker(built.scheduler, receiver, front, routes).run()
 

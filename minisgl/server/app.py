@@ -8,12 +8,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl import __version__
 
 from . import info, native, openai
-from .context import ServerContext
+from .context import ServerContext, ServerState
 from .errors import install_error_handlers
 from .metrics import Metrics
 from .security import ApiKeyMiddleware, BodyLimitMiddleware
 
-__all__ = ["CountErrors", "make_app"]
+__all__ = ["CountRequests", "make_app"]
 
 
 def make_app(context: ServerContext) -> FastAPI:
@@ -32,19 +32,27 @@ def make_app(context: ServerContext) -> FastAPI:
     return app
 
 
-class CountErrors:
-    """Counts the responses that are errors, whoever gave them. Around the whole application."""
+class CountRequests:
+    """Counts open requests, and the responses that are errors. Around the whole application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, metrics: Metrics) -> None:
         self._app = app
+        self._state = state
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 self._metrics.on_error(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        self._state.num_requests += 1
+        try:
+            await self._app(scope, receive, counting)
+        finally:
+            self._state.num_requests -= 1

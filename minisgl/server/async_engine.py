@@ -92,6 +92,7 @@ class AsyncEngine:
         self._admission: Admission
         self._processes: Processes | None = None
         self._closed = False
+        self._refusal: str | None = None
         self._generations: dict[int, Generation] = {}  # by uid, a sequence each
         self._groups: dict[str, list[Generation]] = {}  # by the request id that was given
         self._tickets = itertools.count()
@@ -141,6 +142,10 @@ class AsyncEngine:
         except asyncio.TimeoutError:
             self.abort(None)
             await self._idle.wait()
+
+    def refuse(self, why: str) -> None:
+        """Take no more requests: `submit` raises `BusyError` with these words."""
+        self._refusal = why
 
     # -- text ------------------------------------------------------------------------------
 
@@ -211,6 +216,8 @@ class AsyncEngine:
         the context. Several prompts get the ids `request_id-0`, `request_id-1`, ...
         """
         processes = self._running()
+        if self._refusal is not None:
+            raise BusyError(self._refusal)
         admission = self._admission
         complete = admission.complete(prompts, params, fill_context)
         count = sum(one.n for one in complete)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,13 +15,7 @@ if TYPE_CHECKING:
     from .async_engine import AsyncEngine
     from .metrics import Metrics
 
-__all__ = ["ServerContext", "ServerState", "served_name"]
-
-
-def served_name(model: str) -> str:
-    """What a model is called to clients: a hub id as it is, of a path to files its last part."""
-    local = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
-    return os.path.basename(os.path.abspath(model)) if local else model
+__all__ = ["ServerContext", "ServerState"]
 
 
 @dataclass
@@ -32,6 +25,8 @@ class ServerState:
     loading: bool = True
     draining: bool = False
     error: EngineDeadError | None = None
+    num_requests: int = 0
+    """HTTP requests whose head has come and whose answer has not been sent."""
 
     def require_ready(self) -> None:
         """Raise `BusyError` or `EngineDeadError` unless requests can be served now."""

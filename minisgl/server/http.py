@@ -152,6 +152,10 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Take no more connections, and end when those that are open have their answers."""
         self.should_exit = True
+        self.drop_half_requests()
+
+    def drop_half_requests(self) -> None:
+        """Close connections on which a request has begun to come and not ended."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, _Protocol)
             connection.drop_half_request()

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 import minisgl
 from minisgl.errors import InvalidRequestError
 
-from .context import ServerContext, served_name
+from .context import ServerContext
 from .errors import check_model
 from .jsonbody import StrictRoute
 from .large import apart, written
@@ -196,7 +196,7 @@ def _add_models(routes: APIRouter, context: ServerContext) -> None:
             "object": "model",
             "created": context.created,
             "owned_by": "minisgl",
-            "root": served_name(context.engine.model),
+            "root": context.engine.model,
             "max_model_len": context.engine.ready.max_model_len,
         }
 

@@ -109,11 +109,12 @@ def _add_information(routes: APIRouter, context: ServerContext) -> None:
 
 
 def _model_info(context: ServerContext) -> ModelDescription:
+    engine = context.engine
     return {
-        "model_path": context.model_name,
-        "tokenizer_path": None if context.engine.tokenizer is None else context.model_name,
+        "model_path": engine.model,
+        "tokenizer_path": None if engine.tokenizer is None else engine.model,
         "is_generation": True,
-        "max_model_len": context.engine.ready.max_model_len,
+        "max_model_len": engine.ready.max_model_len,
         "has_image_understanding": False,
         "has_audio_understanding": False,
     }

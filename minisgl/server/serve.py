@@ -21,8 +21,9 @@ import uvloop
 
 from minisgl.config import EngineConfig
 from minisgl.utils.logger import get_logger
+from minisgl.utils.mp import freeze_heap
 
-from .app import CountErrors, make_app
+from .app import CountRequests, make_app
 from .async_engine import AsyncEngine
 from .config import API_KEY_VARIABLE, ServerConfig
 from .context import ServerContext, ServerState
@@ -90,18 +91,18 @@ class _Server:
         if trace is not None:
             engine.observers.append(trace)
         context = ServerContext(engine, options, name, int(time.time()), self._state, metrics)
-        http = HttpServer(CountErrors(make_app(context), metrics))
-        self._handle_signals(engine)
+        http = HttpServer(CountRequests(make_app(context), self._state, metrics))
+        self._handle_signals()
         _warn_of_open_server(options)
         serving = asyncio.ensure_future(http.serve(sockets=[self._sock]))
         try:
-            return await self._live(engine)
+            return await self._live(engine, http)
         finally:
             http.stop()
             await serving
             await engine.close()
 
-    async def _live(self, engine: AsyncEngine) -> int:
+    async def _live(self, engine: AsyncEngine, http: HttpServer) -> int:
         """Load, serve, and end in order; returns the exit code."""
         stop = asyncio.ensure_future(self._stop.wait())
         starting = asyncio.ensure_future(engine.start())
@@ -112,10 +113,13 @@ class _Server:
                 return 0
             starting.result()  # raises what kept it from starting
             self._state.loading = False
+            freeze_heap()
             print(_ready_line(self._sock, self._options, engine), flush=True)
             await asyncio.wait((stop, died), return_when=asyncio.FIRST_COMPLETED)
             if not died.done():
-                await self._drain(engine, died)
+                self._state.draining = True
+                http.drop_half_requests()
+                await self._drain(engine)
             if engine.error is None:
                 return 0
             self._state.error = engine.error
@@ -126,26 +130,31 @@ class _Server:
                 task.cancel()
             await asyncio.gather(stop, starting, died, return_exceptions=True)
 
-    async def _drain(self, engine: AsyncEngine, died: asyncio.Future[Any]) -> None:
-        """Have everything end, if not by itself then by aborts, if not by those then by force."""
-        self._state.draining = True
-        logger.info("shutting down; %d sequences are being generated", engine.num_live)
-        timeout_s = self._options.shutdown_timeout
-        draining = asyncio.ensure_future(engine.drain(timeout_s))
-        done, _ = await asyncio.wait(
-            (draining, died), timeout=timeout_s + _ABORT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
+    async def _drain(self, engine: AsyncEngine) -> None:
+        """Have all requests end, if not by themselves then by aborts, if not by those by force."""
+        open_requests = self._state.num_requests
+        logger.info("shutting down; %d requests are open", open_requests)
+        await self._wait(engine, self._options.shutdown_timeout, signals=1)
+        engine.refuse("the server is shutting down")  # what was only being tokenized till now
+        engine.abort(None)
+        await self._wait(engine, _ABORT_S)
+        if engine.num_live:
             logger.warning("the engine did not abort its requests in %g s", _ABORT_S)
-            draining.cancel()
-            await engine.close()  # at once: their clients are told
+        await engine.close()  # at once: whoever still waits is told
+        await self._wait(engine, _ABORT_S)
 
-    def _handle_signals(self, engine: AsyncEngine) -> None:
+    async def _wait(self, engine: AsyncEngine, seconds: float, signals: int | None = None) -> None:
+        """Until no request is open, or the engine died, or someone asked again, or time is up."""
+        end = time.monotonic() + seconds
+        while self._state.num_requests and engine.error is None and time.monotonic() < end:
+            if signals is not None and self._num_signals > signals:
+                return
+            await asyncio.sleep(0.02)
+
+    def _handle_signals(self) -> None:
         def on_signal() -> None:
-            self._num_signals += 1
+            self._num_signals += 1  # whoever asks twice doesn't want to wait
             self._stop.set()
-            if self._num_signals > 1:  # whoever asks twice doesn't want to wait
-                engine.abort(None)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)

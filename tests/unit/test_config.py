@@ -129,4 +129,4 @@ def test_cgroup_v1_files_are_read_too(tmp_path, monkeypatch):
 
 
 def test_the_dtypes_of_the_flag_are_those_that_torch_utils_knows() -> None:
-    assert DTYPES == tuple(torch_utils.DTYPES)
+    assert tuple(torch_utils.DTYPES) == DTYPES

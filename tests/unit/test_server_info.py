@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,14 +183,6 @@ def test_the_model_is_listed() -> None:
     }
     assert server.get("/v1/models").json() == {"object": "list", "data": [card]}
     assert server.get("/v1/models/fake").json() == card
-
-
-def test_a_path_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models" / "m").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    for path in (str(tmp_path / "models" / "m"), "./models/m", "models/m", "~/models/m/", "/x/m"):
-        cards = routes(FakeAsyncEngine(model=path)).get("/v1/models").json()["data"]
-        assert cards[0]["root"] == "m", path
 
 
 def test_a_model_name_may_have_slashes() -> None:
