@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -145,3 +147,31 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(server: Watched) -> No
     for client in sleepers:
         client.vanish()
     gone_within(server.url)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_sent_two_requests_ahead_is_missed_all_the_same(
+    server: Watched, stream: bool
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(endless(COMPLETIONS, stream=stream)).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    request = head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(request)
+        assert becomes(server.url, 1, 0)
+        client.sendall(request)
+    gone_within(server.url)
+
+
+def test_half_a_request_does_not_keep_a_server_from_ending(model: str) -> None:
+    with watched(model, "--num-pages", "4096") as started:
+        host, port = started.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            client.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+            assert load(started.url) == IDLE  # so it has read that
+            started.server.process.terminate()
+            assert client.recv(1) == b""
+        assert started.server.process.wait(20) == 0
+        assert "Traceback" not in started.server.stderr
