@@ -4,31 +4,30 @@
 
 Starts a server, sends chat requests one after another to it while it is idle, and takes from each
 time to first token what the engine itself needed for it: from the request's start in the scheduler
-to its first token, by the server's trace. What is left is the front's, the client's own part
-included. The last line is JSON, in milliseconds.
+to its first token, by the server's trace. What is left is the front's, with what a plain client of
+the standard library takes itself. The last line is JSON, in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from http.client import HTTPConnection
 from pathlib import Path
-
-import aiohttp
 
 from minisgl.benchmark.timing import percentiles
 
 WARM_UP = 5
 
 
-async def first_token_s(session: aiohttp.ClientSession, url: str, name: str, text: str) -> float:
+def first_token_s(connection: HTTPConnection, name: str, text: str) -> float:
     """Seconds until the first event of a streamed answer."""
     body = {
         "messages": [{"role": "user", "content": text}],
@@ -36,25 +35,30 @@ async def first_token_s(session: aiohttp.ClientSession, url: str, name: str, tex
         "temperature": 0,
         "stream": True,
     }
+    headers = {"Content-Type": "application/json", "x-request-id": name}
+    data = json.dumps(body)
     start = time.perf_counter()
-    path = f"{url}/v1/chat/completions"
-    async with session.post(path, json=body, headers={"x-request-id": name}) as response:
-        response.raise_for_status()
-        await response.content.readuntil(b"\n\n")
-        seconds = time.perf_counter() - start
-        await response.read()
+    connection.request("POST", "/v1/chat/completions", data, headers)
+    response = connection.getresponse()
+    event = response.readline()
+    seconds = time.perf_counter() - start
+    if not event.startswith(b"data: {"):
+        sys.exit(f"{response.status}: {event + response.read()!r}")
+    response.read()
     return seconds
 
 
-async def measure(url: str, count: int) -> dict[str, float]:
+def measure(url: str, count: int) -> dict[str, float]:
     """Time to first token of `count` requests in turn, by request id, in seconds."""
-    async with aiohttp.ClientSession() as session:
-        return {
-            f"front-{i}": await first_token_s(
-                session, url, f"front-{i}", f"{i}: what is {i} times {i + 1}, and why is that so?"
-            )
-            for i in range(count)
-        }
+    connection = HTTPConnection(url.removeprefix("http://"))
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return {
+        f"front-{i}": first_token_s(
+            connection, f"front-{i}", f"{i}: what is {i} times {i + 1}, and why is that so?"
+        )
+        for i in range(count)
+    }
 
 
 def engine_s(trace: Path) -> dict[str, float]:
@@ -87,7 +91,7 @@ def main() -> None:
             sys.exit("the server did not start")
         url = line.split("ready at ")[1].split(";")[0]
         try:
-            total = asyncio.run(measure(url, WARM_UP + arguments.requests))
+            total = measure(url, WARM_UP + arguments.requests)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait()

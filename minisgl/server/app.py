@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl import __version__
@@ -22,6 +23,8 @@ def make_app(context: ServerContext) -> FastAPI:
         title="minisgl",
         version=__version__,
         description="An OpenAI-compatible server for one model.",
+        # Only for /openapi.json: the middleware below is what checks it, before any route does.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if context.config.api_key else [],
     )
     install_error_handlers(app)
     for module in (openai, info, native):

@@ -32,6 +32,8 @@ LARGE_BYTES = 1 << 16
 """Longer bodies are read in a thread: others needn't wait."""
 
 _STRING = re.compile(rb'"[^"]*"?')
+_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -53,6 +55,11 @@ def parse_json(body: bytes) -> Any:
     except msgspec.ValidationError as error:  # its subject is a number in valid JSON
         raise ApiError(400, f"the body has a number that is too large: {error}") from None
     except msgspec.DecodeError as error:
+        if half := _SURROGATE.search(_PAIR.sub(b"", body.replace(rb"\\", b""))):
+            escape = half[0].decode()
+            raise ApiError(
+                400, f"a string has the lone surrogate {escape}, which is no character: remove it"
+            ) from None
         raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}") from None
     _check_values(value)
     return value

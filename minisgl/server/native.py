@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
@@ -29,7 +29,7 @@ from .large import check_entries
 from .logprobs import TokenTexts
 from .native_answer import Answer, Prompt
 from .native_protocol import AbortRequest, GenerateRequest
-from .openai import read_request_id
+from .openai import RequestId
 from .sse import STREAM_CONTENT, CallResponse
 from .submitted import Submitted, aborted_on_error, merged
 
@@ -66,14 +66,13 @@ def router(context: ServerContext) -> APIRouter:
 
 def _add_generation(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/generate", response_model=None, responses={200: {"content": STREAM_CONTENT}})
-    async def generate(body: GenerateRequest, request: Request) -> Response:
+    async def generate(body: GenerateRequest, request_id: RequestId = None) -> Response:
         """Go on with one prompt or several.
 
         Answers `{"text", "output_ids", "meta_info"}`, or a list of them for a list of prompts
         or `n` above 1; with `stream`, events of one such object each, with all there is so far,
         then `[DONE]`. In a stream of several, `index` says whose it is.
         """
-        request_id = read_request_id(request)
         return CallResponse(lambda: _start(context, body, request_id))
 
     @routes.post("/abort_request")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from minisgl import __version__
@@ -25,7 +25,7 @@ from minisgl.params import SamplingParams
 
 from .choices import ChatChoice, ChatOptions, Prompt, TextChoice, TextOptions
 from .context import ServerContext
-from .errors import ErrorBody, check_model, prompt_called, shorten
+from .errors import ErrorBody, check_model, prompt_called
 from .generation import Generation
 from .jsonbody import StrictRoute
 from .large import check_echo, check_entries
@@ -36,9 +36,7 @@ from .responses import ChatCompletion, Completion
 from .sse import STREAM_CONTENT, CallResponse
 from .submitted import aborted_on_error
 
-__all__ = ["OpenAIService", "read_request_id", "router"]
-
-MAX_REQUEST_ID = 128
+__all__ = ["OpenAIService", "RequestId", "router"]
 
 
 class OpenAIService:
@@ -180,18 +178,19 @@ class OpenAIService:
 # -- routes ----------------------------------------------------------------------------------
 
 
-def read_request_id(request: Request) -> str | None:
-    """The id that the client chose for its request; raises `InvalidRequestError` if it can't be."""
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID):
-        raise InvalidRequestError(
-            f"x-request-id = {shorten(given)} must be 1 to {MAX_REQUEST_ID} printable ASCII "
-            "characters",
-            "x-request-id",
-        )
-    return given
+MAX_REQUEST_ID = 128
+RequestId = Annotated[
+    str | None,
+    Header(
+        alias="x-request-id",
+        min_length=1,
+        max_length=MAX_REQUEST_ID,
+        pattern="^[ -~]*$",
+        description="What logs, the trace and /abort_request call the request by: printable "
+        "ASCII. Comes back as a header. Default: the id of the answer.",
+    ),
+]
+"""A parameter of routes: the id that the client chose for its request."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -200,23 +199,23 @@ def router(context: ServerContext) -> APIRouter:
     service = OpenAIService(context)
 
     @routes.post("/v1/chat/completions", response_model=None, responses=_described(ChatCompletion))
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    async def create_chat_completion(
+        body: ChatCompletionRequest, request_id: RequestId = None
+    ) -> Response:
         """Go on with a conversation.
 
         With `stream`, the answer comes as server-sent events: `chat.completion.chunk` objects
         whose choices have a `delta` in place of the `message`, then `[DONE]`.
         """
-        request_id = read_request_id(request)
         return CallResponse(lambda: service.chat(body, request_id))
 
     @routes.post("/v1/completions", response_model=None, responses=_described(Completion))
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    async def create_completion(body: CompletionRequest, request_id: RequestId = None) -> Response:
         """Go on with one text or several.
 
         With `stream`, the answer comes as server-sent events: objects of the same shape, each
         with what came next of one choice, then `[DONE]`.
         """
-        request_id = read_request_id(request)
         return CallResponse(lambda: service.completion(body, request_id))
 
     return routes

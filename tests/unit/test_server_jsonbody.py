@@ -111,3 +111,24 @@ def test_a_fault_of_a_large_body_is_told_like_that_of_a_small_one() -> None:
     assert small.status_code == 400
     assert small.json() == large.json()
     assert small.json()["error"]["param"] == "more"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (rb'{"a": "\ud800"}', r"\ud800"),
+        (rb'{"a": "x\udC00"}', r"\udC00"),
+        (rb'{"a": "\\\ud800 b"}', r"\ud800"),
+        (rb'{"a": "\ud83d\ude00\ud83d."}', r"\ud83d"),
+    ],
+)
+def test_half_a_character_is_named(text: bytes, named: str) -> None:
+    with pytest.raises(ApiError, match="lone surrogate") as caught:
+        parse_json(text)
+    assert named in caught.value.message
+
+
+def test_what_only_looks_like_half_a_character_is_none() -> None:
+    assert parse_json(rb'["\\ud800", "\ud83d\ude00"]') == ["\\ud800", "😀"]
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse_json(rb'["\\ud800 \ud83d\ude00"')
