@@ -208,7 +208,7 @@ def _bad(name: str, value: object, why: str) -> InvalidRequestError:
 
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
-        raise InvalidRequestError(f"{name} has {count} entries: at most {most} are allowed", name)
+        raise InvalidRequestError(f"{name} = [{count} entries]: at most {most} are allowed", name)
 
 
 def _items(name: str, value: object, most: int) -> Sequence[Any]:
