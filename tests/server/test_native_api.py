@@ -192,15 +192,13 @@ def test_information(tiny: httpx.Client, tiny_model: str) -> None:
     assert ok(tiny.get("/health")) == ok(tiny.get("/health_generate")) == {"status": "ok"}
     info = ok(tiny.get("/get_model_info"))
     assert info == ok(tiny.get("/model_info"))
-    assert (info["model_path"], info["is_generation"]) == ("tiny", True)
+    assert (info["model_path"], info["is_generation"]) == (tiny_model, True)
     server = ok(tiny.get("/get_server_info"))
     assert server.keys() == ok(tiny.get("/server_info")).keys()
     assert server["version"] == minisgl.__version__ and server["tp_size"] == server["dp_size"] == 1
     assert server["max_total_num_tokens"] == 256 * 16 and server["dtype"] == "float32"
     [load] = server["internal_states"]
     assert 0 <= load["token_usage"] <= 1 and load["num_waiting_reqs"] >= 0
-    for path in ("/get_model_info", "/get_server_info", "/v1/models"):
-        assert tiny_model not in tiny.get(path).text
 
 
 def test_docs_and_schema(tiny: httpx.Client) -> None:
