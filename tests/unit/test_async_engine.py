@@ -1,4 +1,4 @@
-"""`AsyncEngine` and its parts without a model: requests and their ends."""
+"""`AsyncEngine` without a model: requests and their ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.errors import (
-    BusyError,
-    EngineDeadError,
-    InvalidRequestError,
-    RequestFailedError,
-)
+from minisgl.errors import BusyError, EngineDeadError, InvalidRequestError
 from minisgl.llm.requests import RequestBuilder
 from minisgl.message import (
     Abort,
@@ -31,114 +26,11 @@ from minisgl.message import (
 )
 from minisgl.server import async_engine
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.generation import Generation
 from tests.unit.fake_async_engine import byte_tokenizer
 from tests.unit.test_text_side import FakeSender, stats
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "qwen3-0.6b.json"
 READY = EngineReady(64, 2, 96, 6, 16, "cpu", "float32", 1)
-
-
-# -- Generation: what its caller sees ---------------------------------------------------------
-
-
-def generation(**params: Any) -> tuple[Generation, list[Generation]]:
-    """One of uids from 10 on, and those for which an abort was asked."""
-    aborted: list[Generation] = []
-    complete = SamplingParams(**params).resolve_defaults({})
-    return Generation("name", 10, [1], complete, aborted.append), aborted
-
-
-def delta(uid: int, text: str, end: str | None = None, **more: Any) -> SequenceDelta:
-    return SequenceDelta(uid, text, list(text.encode()), [], end, **more)
-
-
-def test_deltas_that_came_together_are_taken_together() -> None:
-    async def main() -> None:
-        made, _ = generation()
-        made.push(delta(10, "a"))
-        made.push(delta(10, "b"))
-        turns = made.deltas()
-        assert [d.text for d in await anext(turns)] == ["a", "b"]
-        asyncio.get_running_loop().call_soon(made.push, delta(10, "c", "stop"))
-        assert [d.text for d in await anext(turns)] == ["c"]
-        with pytest.raises(StopAsyncIteration):
-            await anext(turns)
-
-    asyncio.run(main())
-
-
-def test_a_result_keeps_the_sequences_apart() -> None:
-    async def main() -> None:
-        made, _ = generation(n=2)
-        made.push(delta(11, "x"))
-        made.push(delta(10, "a", "length"))
-        assert not made.finished
-        made.push(delta(11, "y", "stop", stop_reason=5))
-        assert made.finished and made.finish_reasons == ["length", "stop"]
-        first, second = (await made.result()).outputs
-        assert (first.text, first.token_ids, first.finish_reason) == ("a", [97], "length")
-        assert (second.text, second.finish_reason, second.stop_reason) == ("xy", "stop", 5)
-
-    asyncio.run(main())
-
-
-def test_leaving_the_block_aborts_what_has_not_ended() -> None:
-    async def main() -> None:
-        open_one, aborted = generation()
-        with pytest.raises(KeyError):
-            async with open_one:
-                raise KeyError
-        assert aborted == [open_one]
-        ended, aborted = generation()
-        async with ended:
-            ended.push(delta(10, "a", "stop"))
-        assert aborted == []
-
-    asyncio.run(main())
-
-
-def test_a_failure_reaches_whoever_waits_and_whoever_comes_later() -> None:
-    async def main() -> None:
-        made, _ = generation(n=2)
-        waiting = asyncio.ensure_future(made.result())
-        await asyncio.sleep(0)
-        made.push(delta(10, "a", "stop"))
-        made.fail(EngineDeadError("it is dead"))
-        with pytest.raises(EngineDeadError, match="it is dead"):
-            await waiting
-        with pytest.raises(EngineDeadError, match="it is dead"):
-            await anext(made.deltas())
-        assert made.finished and made.finish_reasons == ["stop", "error"]
-
-    asyncio.run(main())
-
-
-def test_a_failure_between_two_turns_is_no_end() -> None:
-    async def main() -> None:
-        made, _ = generation()
-        made.push(delta(10, "a"))
-        turns = made.deltas()
-        await anext(turns)  # and its caller is busy with that
-        made.fail(EngineDeadError("it is dead"))
-        with pytest.raises(EngineDeadError, match="it is dead"):
-            await anext(turns)
-
-    asyncio.run(main())
-
-
-def test_a_sequence_that_the_engine_failed_on_raises() -> None:
-    async def main() -> None:
-        made, _ = generation()
-        made.push(delta(10, "a"))
-        made.push(delta(10, "", "error"))
-        with pytest.raises(RequestFailedError):
-            await made.result()
-
-    asyncio.run(main())
-
-
-# -- AsyncEngine: requests and ends -----------------------------------------------------------
 
 
 class FakeProcesses:

@@ -6,56 +6,21 @@ import asyncio
 import io
 import json
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.server.batch import BatchJob, BatchRunner, OutputFile, Progress, run_batch
+from minisgl.server.batch import BatchRunner, OutputFile, Progress
 from minisgl.server.batch.lines import InputLine, read_lines
-from minisgl.server.config import ServerConfig
 from minisgl.server.openai import router
+from tests.unit.batch_lines import CHAT, TEXT, Json, file_of, line, outcomes, written
 from tests.unit.fake_async_engine import FakeAsyncEngine, answer, fake_context
 from tests.unit.routes import Routes
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
-Json = dict[str, Any]
-
-
-def line(custom_id: Any, body: Any = None, **changes: Any) -> Json:
-    """A request for a completion; None leaves a field out."""
-    fields = {"custom_id": custom_id, "method": "POST", "url": TEXT, "body": body, **changes}
-    fields["body"] = {"prompt": "Hi"} if body is None else body
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def file_of(lines: Sequence[Json | bytes]) -> bytes:
-    return b"".join(
-        (item if isinstance(item, bytes) else json.dumps(item).encode()) + b"\n" for item in lines
-    )
-
-
-def written(path: Path) -> list[Json]:
-    data = path.read_bytes()
-    assert not data or data.endswith(b"\n")
-    return [json.loads(item) for item in data.splitlines()]
-
-
-def outcomes(path: Path) -> dict[str | None, int | str]:
-    """Of lines with different `custom_id`s, the status or the error's code."""
-    found = {}
-    for item in written(path):
-        assert set(item) == {"id", "custom_id", "response", "error"}
-        assert (item["response"] is None) != (item["error"] is None)
-        error, response = item["error"], item["response"]
-        assert item["custom_id"] not in found
-        found[item["custom_id"]] = error["code"] if error else response["status_code"]
-    return found
 
 
 class Batch:
@@ -381,103 +346,3 @@ def test_two_batches_cannot_write_to_one_output(batch: Batch) -> None:
         with pytest.raises(ConfigError, match="another batch is writing to it"):
             OutputFile(name)
     OutputFile(name).close()
-
-
-# -- from files to an exit code ----------------------------------------------------------------
-
-
-class LivingEngine(FakeAsyncEngine):
-    """One whose life is that of an `async with` block."""
-
-    was_closed = False
-
-    async def __aenter__(self) -> LivingEngine:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.was_closed = True
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> BatchJob:
-    """Of the lines a and b."""
-    (tmp_path / "in.jsonl").write_bytes(file_of([line("a"), line("b", {"prompt": "second"})]))
-    return BatchJob(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), concurrency=1)
-
-
-def exit_code(job: BatchJob, engine: LivingEngine, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("minisgl.server.batch.command.AsyncEngine", lambda model, **options: engine)
-    return run_batch("fake", EngineConfig(), ServerConfig(), job)
-
-
-def test_a_batch_succeeds_if_all_its_lines_did_now_or_before(
-    job: BatchJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = LivingEngine(lambda ids, choice: answer("no", "error" if len(ids) > 3 else "length"))
-    assert exit_code(job, engine, monkeypatch) == 1
-    assert engine.was_closed
-    assert outcomes(Path(job.output)) == {"a": 200, "b": 500}
-    counts, said = capsys.readouterr().err.splitlines()
-    assert counts.startswith("[1 done, 1 failed | ")
-    assert said.startswith("minisgl batch: failed lines say why in ")
-    assert exit_code(job, LivingEngine(), monkeypatch) == 0
-    assert outcomes(Path(job.output)) == {"a": 200, "b": 200}
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_batch_and_the_same_command_goes_on(
-    job: BatchJob,
-    number: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def script(ids: list[int], choice: int) -> list[Any]:
-        if len(ids) > 3:  # the second line
-            engine.manual = True  # and goes on for ever
-            os.kill(os.getpid(), number)
-        return answer("Hi")
-
-    engine = LivingEngine(script)
-    assert exit_code(job, engine, monkeypatch) == 128 + number
-    assert engine.was_closed
-    assert len(engine.aborted) == 1
-    assert outcomes(Path(job.output)) == {"a": 200}
-    counts, said = capsys.readouterr().err.splitlines()
-    assert counts.startswith("[1 done, 0 failed | ")
-    assert said == "minisgl batch: interrupted; the same command goes on from here"
-    assert exit_code(job, LivingEngine(), monkeypatch) == 0
-    assert outcomes(Path(job.output)) == {"a": 200, "b": 200}
-
-
-def test_an_engine_that_dies_ends_the_command(
-    job: BatchJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def script(ids: list[int], choice: int) -> list[Any]:
-        if len(ids) > 3:
-            asyncio.get_running_loop().call_soon(engine.die, "its process was killed")
-        return answer("Hi")
-
-    engine = LivingEngine(script)
-    assert exit_code(job, engine, monkeypatch) == 1
-    assert engine.was_closed
-    assert outcomes(Path(job.output)) == {"a": 200}
-    *_, said = capsys.readouterr().err.splitlines()
-    assert said == (
-        "minisgl batch: error: its process was killed; the same command goes on from here"
-    )
-
-
-def test_files_that_a_batch_cannot_have_are_refused(job: BatchJob, tmp_path: Path) -> None:
-    def start(source: str, output: str) -> None:
-        run_batch("fake", EngineConfig(), ServerConfig(), BatchJob(source, output))
-
-    with pytest.raises(ConfigError, match=r"--input .*none: No such file or directory"):
-        start(str(tmp_path / "none"), job.output)
-    with pytest.raises(ConfigError, match="--input .*: Is a directory"):
-        start(str(tmp_path), job.output)
-    with pytest.raises(ConfigError, match=r"--output .*in\.jsonl is the input"):
-        start(job.input, f"{tmp_path}/./in.jsonl")
-    with pytest.raises(ConfigError, match="--output .* is no regular file"):
-        start(job.input, str(tmp_path))
-    assert not Path(job.output).exists()
