@@ -174,7 +174,7 @@ def watched(
 ) -> Iterator[Watched]:
     """A server with a thread; nothing of it is left after the block, however that ends."""
     # pytest's own folders have names too long for a socket.
-    temporary = Path(tempfile.mkdtemp(prefix="t2-"))
+    temporary = Path(tempfile.mkdtemp(prefix="srv-"))
     server = Server(
         model, *flags, env={"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), **(env or {})}
     )
