@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="t2-"))
+    path = Path(tempfile.mkdtemp(prefix="srv-"))
     yield path
     shutil.rmtree(path)
 
