@@ -9,7 +9,7 @@ Command-line flags are made from `EngineConfig`'s fields: their names, types, de
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ConfigError
 from .utils.flags import option
@@ -23,6 +23,7 @@ __all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "bfloat16", "int8")
 _MAX_THREADS = 1024
 """Far more crash the OpenMP runtime instead of raising."""
 
@@ -32,6 +33,24 @@ class EngineConfig:
     """How to run a model. None means: chosen by `resolve` from the machine and the model."""
 
     dtype: str = option("auto", "type of weights and KV cache", choices=("auto", *DTYPES))
+    quantization: str = option(
+        "auto",
+        "weights: auto keeps those of a quantized GGUF file as they are where native CPU kernels "
+        "run and no --dtype is given; none dequantizes them; int8 or int4 quantizes any "
+        "checkpoint while it is read",
+        choices=("auto", "none", "int8", "int4"),
+    )
+    kv_dtype: str = option(
+        "auto",
+        "type of the KV cache; others than auto, which is that of the computation, need the "
+        "native CPU kernels",
+        choices=("auto", *KV_DTYPES),
+    )
+    deterministic: bool = option(
+        False,
+        "compute each row in an order that depends on nothing else in the batch, bit for bit; "
+        "needs the native CPU kernels",
+    )
     device: str = option("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens", aliases=("--context-length",)
@@ -113,6 +132,8 @@ class EngineConfig:
         ratio = self.memory_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
             raise ConfigError(f"{_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
+        if type(self.deterministic) is not bool:
+            raise ConfigError(f"--deterministic = {self.deterministic!r} must be True or False")
         if self.threads is not None and self.threads > _MAX_THREADS:
             raise ConfigError(f"--threads = {self.threads} must be at most {_MAX_THREADS}")
         if self.schedule_policy == "lpm" and self.cache == "naive":
@@ -131,6 +152,10 @@ class ModelFacts:
     dtype: torch.dtype
     max_context: int
     rope_type: str = "default"
+    is_dense: bool = True
+    """No layer is a mixture of experts."""
+    quantized: bool = False
+    """Some matrix is stored in blocks that can be computed with as they are."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,12 @@ class ResolvedConfig:
 
     device: torch.device
     dtype: torch.dtype
+    native: bool
+    """Whether the native CPU kernels compute the forward."""
+    quantization: str
+    """none, keep (a GGUF file's blocks as they are), int8 or int4."""
+    kv_dtype: torch.dtype
+    deterministic: bool
     max_model_len: int
     max_model_len_asked: bool
     """Whether the user named the length, so that a pool too small for it is an error."""
@@ -183,11 +214,16 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
     device = _device(config, hardware, choices)
     cpu = device == "cpu"
     dtype = _dtype(config, model, cpu, choices)
+    native = _native(config, hardware, model, cpu, choices)
     _check_length(config, model)
     running, budget = _batch_limits(config, device, choices)
     return ResolvedConfig(
         device=torch.device(device),
         dtype=dtype,
+        native=native.on,
+        quantization=_quantization(config, model, cpu, native, choices),
+        kv_dtype=_kv_dtype(config, dtype, native, choices),
+        deterministic=_deterministic(config, native),
         max_model_len=choose(
             "max_model_len", config.max_model_len, model.max_context, "the model's context"
         ),
@@ -201,14 +237,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         max_prefill_length=budget,
         cache=config.cache,
         schedule_policy=config.schedule_policy,
-        overlap=choose(
-            "overlap",
-            None if config.overlap == "auto" else config.overlap == "on",
-            not cpu,
-            "a CPU computes in the thread that would prepare the next step"
-            if cpu
-            else "the GPU computes while the host prepares the next step",
-        ),
+        overlap=_overlap(config, cpu, choices),
         attn=choose(
             "attn",
             None if config.attn == "auto" else config.attn,
@@ -245,6 +274,95 @@ def _dtype(config: EngineConfig, model: ModelFacts, cpu: bool, choices: _Choices
         default, why = torch.bfloat16, "the checkpoint's float16 is slow on CPU"
     dtype: torch.dtype = choices.choose("dtype", asked, default, why)
     return dtype
+
+
+class _Native(NamedTuple):
+    """Whether native kernels run, and in words why."""
+
+    on: bool
+    why: str
+
+
+def _native(
+    config: EngineConfig, hardware: Hardware, model: ModelFacts, cpu: bool, choices: _Choices
+) -> _Native:
+    if not cpu:
+        found = _Native(False, "they are for CPUs, and the model runs on CUDA")
+    elif config.kernels == "reference":
+        found = _Native(False, "--kernels reference")
+    elif not hardware.has_native:
+        found = _Native(False, "the native CPU kernels are not there")
+    elif not model.is_dense:
+        found = _Native(False, "the model has experts, which the native CPU kernels don't compute")
+    else:
+        found = _Native(True, "the native CPU kernels compute dense models")
+    choices.choose("native", None, found.on, found.why)
+    return found
+
+
+def _quantization(
+    config: EngineConfig, model: ModelFacts, cpu: bool, native: _Native, choices: _Choices
+) -> str:
+    asked = config.quantization
+    if asked in ("int8", "int4"):
+        if not cpu:
+            raise ConfigError(
+                f"--quantization {asked} is for CPUs: use --device cpu or --quantization none"
+            )
+        if not native.on:
+            choices.reasons.append(
+                f"quantization = {asked} as asked, but each use dequantizes the weights, which is "
+                f"slow: native kernels don't run ({native.why})"
+            )
+        return asked
+    if not model.quantized:
+        default, why = "none", "the checkpoint has no blocks that could be kept"
+    elif not native.on:
+        default, why = "none", f"quantized weights are kept for native kernels only ({native.why})"
+    elif config.dtype != "auto":
+        default, why = "none", f"--dtype {config.dtype} asks for weights of that type"
+    else:
+        default, why = "keep", "the checkpoint is quantized, and native kernels use its blocks"
+    quantization: str = choices.choose(
+        "quantization", None if asked == "auto" else asked, default, why
+    )
+    return quantization
+
+
+def _kv_dtype(
+    config: EngineConfig, dtype: torch.dtype, native: _Native, choices: _Choices
+) -> torch.dtype:
+    import torch
+
+    asked = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    kv_dtype: torch.dtype = choices.choose("kv_dtype", asked, dtype, "the type of computation")
+    if kv_dtype != dtype and not native.on:
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} beside --dtype {str(dtype).removeprefix('torch.')} "
+            f"needs the native CPU kernels, which don't run: {native.why}; use --kv-dtype auto"
+        )
+    return kv_dtype
+
+
+def _deterministic(config: EngineConfig, native: _Native) -> bool:
+    if config.deterministic and not native.on:
+        raise ConfigError(
+            "--deterministic needs the native CPU kernels, which don't run: "
+            f"{native.why}; leave it out"
+        )
+    return config.deterministic
+
+
+def _overlap(config: EngineConfig, cpu: bool, choices: _Choices) -> bool:
+    overlap: bool = choices.choose(
+        "overlap",
+        None if config.overlap == "auto" else config.overlap == "on",
+        not cpu,
+        "a CPU computes in the thread that would prepare the next step"
+        if cpu
+        else "the GPU computes while the host prepares the next step",
+    )
+    return overlap
 
 
 def _check_length(config: EngineConfig, model: ModelFacts) -> None:

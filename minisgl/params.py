@@ -144,6 +144,17 @@ class SamplingParams:
         """Whether the most likely token is always taken; call it on resolved parameters."""
         return self.temperature is not None and self.temperature < GREEDY_BELOW
 
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the largest raw logit is the token and nothing else is asked for."""
+        return (
+            self.greedy
+            and self.logprobs is None
+            and self.repetition_penalty in (None, 1.0)
+            and not (self.presence_penalty or self.frequency_penalty)
+            and not (self.logit_bias or self.min_tokens)
+        )
+
     def resolve_defaults(
         self, model_defaults: Mapping[str, Any], *, max_tokens: int = 16
     ) -> SamplingParams:

@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,15 @@ from .limits import read_bandwidth
 from .timing import percentiles
 from .workloads import Job, make_workload
 
-__all__ = ["bench_offline"]
+__all__ = [
+    "Run",
+    "Step",
+    "bench_offline",
+    "machine_figures",
+    "median_run",
+    "run_jobs",
+    "weights_read_bytes",
+]
 
 
 def bench_offline(
@@ -44,7 +52,7 @@ def bench_offline(
             from .transformers_runner import TransformersRunner
 
             other = TransformersRunner(model, engine.config.dtype, engine.config.device)
-        weights = _weights_read_bytes(llm)
+        weights = weights_read_bytes(llm)
         bandwidth = read_bandwidth(engine.config.device)
         rows = []
         for name in workloads:
@@ -55,23 +63,19 @@ def bench_offline(
                     f"--workload {name} has sequences of {longest} tokens; this model runs up to "
                     f"{llm.max_model_len} here (--max-model-len)"
                 )
-            _run(llm, [Job(job.prompt[:32], 4) for job in jobs])
+            run_jobs(llm, [Job(job.prompt[:32], 4) for job in jobs])
             runs, others = [], []
             for _ in range(repeats):
-                runs.append(_run(llm, jobs))
+                runs.append(run_jobs(llm, jobs))
                 if other is not None:
                     others.append(other.run(jobs))
-            row = _figures(name, jobs, _median(runs), weights / bandwidth)
+            row = _figures(name, jobs, median_run(runs), weights / bandwidth)
             if other is not None:
                 row["transformers"] = _compared(jobs, row, others)
             rows.append(row)
         return {
             "model": model,
-            "dtype": str(engine.config.dtype).removeprefix("torch."),
-            "device": str(engine.config.device),
-            "threads": torch.get_num_threads(),
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
+            **machine_figures(llm),
             "repeats": repeats,
             "weight_bytes_read": weights,
             "read_gb_per_s": round(bandwidth / 1e9, 1),
@@ -79,43 +83,84 @@ def bench_offline(
         }
 
 
-class _Run:
-    """Times of one run in seconds since its start."""
+def machine_figures(llm: LLM) -> dict[str, Any]:
+    """What the engine runs in, where and on what."""
+    config = llm.engine.config
+    return {
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "device": str(config.device),
+        "threads": config.threads if config.device.type == "cpu" else torch.get_num_threads(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
+
+
+class Step(NamedTuple):
+    """What one step did."""
+
+    computed: int
+    """tokens, of prompts and of requests that decode"""
+    sampled: int
+
+
+class Run:
+    """One run of some jobs; times in seconds since its start."""
 
     def __init__(self, count: int) -> None:
         self.tokens: list[list[float]] = [[] for _ in range(count)]
-        self.steps = 0
+        self.steps: list[Step] = []
         self.computed_tokens = 0
+        """of prompts"""
+        self.cached_tokens: list[int] = []
+        """of each prompt, those read from the prefix cache"""
         self.total_s = 0.0
 
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens a second after the first one, of a single request."""
+        [times] = self.tokens
+        return (len(times) - 1) / (times[-1] - times[0])
 
-def _run(llm: LLM, jobs: list[Job]) -> _Run:
-    """All jobs at once, beginning with an empty prefix cache."""
-    scheduler, run = llm.scheduler, _Run(len(jobs))
+
+def run_jobs(llm: LLM, jobs: list[Job]) -> Run:
+    """All jobs at once, beginning with an empty prefix cache.
+
+    Raises `ConfigError` if one ends before its length.
+    """
+    scheduler, run = llm.scheduler, Run(len(jobs))
     scheduler.flush_cache()
     before = replace(scheduler.stats)
     params = SamplingParams(temperature=0.0, ignore_eos=True).resolve_defaults({})
     start = time.perf_counter()
-    for uid, job in enumerate(jobs):
-        length = len(job.prompt)
-        scheduler.add(
-            Req(
-                uid=uid,
-                token_ids=list(job.prompt),
-                prompt_len=length,
-                params=params,
-                max_len=length + job.output_len,
-            )
+    reqs = [
+        Req(
+            uid=uid,
+            token_ids=list(job.prompt),
+            prompt_len=len(job.prompt),
+            params=params,
+            max_len=len(job.prompt) + job.output_len,
         )
+        for uid, job in enumerate(jobs)
+    ]
+    for req in reqs:
+        scheduler.add(req)
+    stats = scheduler.stats
+    done = stats.num_prefill_tokens + stats.num_decode_tokens
     while scheduler.has_work:
         updates = scheduler.step()
         now = time.perf_counter() - start
+        sampled = 0
         for update in updates:
             if update.token_id is not None:
                 run.tokens[update.uid].append(now)
+                sampled += 1
+        computed = stats.num_prefill_tokens + stats.num_decode_tokens - done
+        done += computed
+        if computed:  # none is in the call that only reads the last overlapped step
+            run.steps.append(Step(computed, sampled))
     run.total_s = time.perf_counter() - start
-    run.steps = scheduler.stats.num_steps - before.num_steps
-    run.computed_tokens = scheduler.stats.num_prefill_tokens - before.num_prefill_tokens
+    run.cached_tokens = [req.num_cached_tokens for req in reqs]
+    run.computed_tokens = stats.num_prefill_tokens - before.num_prefill_tokens
     for job, times in zip(jobs, run.tokens, strict=True):
         if len(times) != job.output_len:
             raise ConfigError(
@@ -125,11 +170,11 @@ def _run(llm: LLM, jobs: list[Job]) -> _Run:
     return run
 
 
-def _median(runs: list[_Run]) -> _Run:
+def median_run(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda run: run.total_s)[len(runs) // 2]
 
 
-def _figures(name: str, jobs: list[Job], run: _Run, step_limit_s: float) -> dict[str, Any]:
+def _figures(name: str, jobs: list[Job], run: Run, step_limit_s: float) -> dict[str, Any]:
     prompts, outputs = sum(len(j.prompt) for j in jobs), sum(j.output_len for j in jobs)
     ttft = [times[0] for times in run.tokens]
     gaps = [b - a for times in run.tokens for a, b in zip(times, times[1:], strict=False)]
@@ -143,8 +188,8 @@ def _figures(name: str, jobs: list[Job], run: _Run, step_limit_s: float) -> dict
         "total_s": round(run.total_s, 3),
         "prompt_tok_s": round(prompts / run.total_s, 1),
         "output_tok_s": round(outputs / run.total_s, 1),
-        "steps": run.steps,
-        "bandwidth_limit_share": round(run.steps * step_limit_s / run.total_s, 3),
+        "steps": len(run.steps),
+        "bandwidth_limit_share": round(len(run.steps) * step_limit_s / run.total_s, 3),
     }
     if len(jobs) == 1 and tpot:
         figures["decode_tok_s"] = round(1 / tpot[0], 1)
@@ -169,11 +214,14 @@ def _compared(jobs: list[Job], row: dict[str, Any], seconds: list[float]) -> dic
     }
 
 
-def _weights_read_bytes(llm: LLM) -> int:
-    config = llm.engine.model_config
-    weights = llm.engine.model.state_dict()
-    size = sum(t.numel() * t.element_size() for t in weights.values())
-    if not config.tie_word_embeddings:  # only looked up, a row a token
-        table = weights["model.embed_tokens.weight"]
-        size -= table.numel() * table.element_size()
-    return size
+def weights_read_bytes(llm: LLM) -> int:
+    """Bytes of weights that a decode step reads; of a mixture of experts, those of all experts."""
+    told = getattr(llm.engine, "weight_bytes", None)
+    if told is not None:
+        return int(told)
+    looked_up = not llm.engine.model_config.tie_word_embeddings  # then only a row a token is read
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in llm.engine.model.state_dict().items()
+        if not (looked_up and name.startswith("model.embed_tokens."))
+    )

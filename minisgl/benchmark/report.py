@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_scheduler_tables", "print_serve_table", "print_table"]
+__all__ = ["print_scheduler_tables", "print_serve_table", "print_suite_table", "print_table"]
 
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
@@ -46,6 +46,32 @@ def print_table(results: dict[str, Any]) -> None:
     for name, figure in figures.items():
         table.add_row(name, *(str(figure(row)) for row in rows))
     console.print(table)
+
+
+def print_suite_table(results: dict[str, Any]) -> None:
+    """Print `bench_cpu_suite`'s results, a row a workload beside its limit."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    kernels = "native kernels" if results["native"] else "torch kernels"
+    if results["deterministic"]:
+        kernels += ", deterministic"
+    console.print(
+        f"{results['model']} in {results['dtype']}, quantization {results['quantization']}, KV in "
+        f"{results['kv_dtype']}; {kernels}, {results['threads']} threads; "
+        f"median of {results['repeats']}"
+    )
+    console.print(
+        f"memory read {results['read_gb_per_s']} GB/s; GEMM {results['gemm_gflop_per_s']} GFLOP/s "
+        f"in {results['dtype']}; {results['weight_bytes_read'] / 1e6:.0f} MB of weights a step"
+    )
+    rows = results["rows"]
+    priced = "deterministic" in rows[0]
+    table = _table("", "workload", "", "figure", "limit", "share", *["deterministic"] * priced)
+    for row in rows:
+        cells = [row["row"], row["workload"], row["unit"]]
+        cells += [f"{row['figure']:,}", f"{row['limit']:,}", f"{row['share']:.0%}"]
+        table.add_row(*cells, *[f"{row['deterministic']:,}" for _ in range(priced)])
+    console.print(table)
+    console.print(f"start to first token {results['first_token_s']} s")
 
 
 def print_scheduler_tables(results: dict[str, Any]) -> None:

@@ -46,6 +46,12 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
         "256 in and out; prefix: 32 requests sharing 512 tokens; default: single and batch",
     )
     parser.add_argument(
+        "--suite",
+        choices=("cpu",),
+        help="all four workloads, each beside the machine's limit for it, the price of "
+        "--deterministic, and the time from start to first token",
+    )
+    parser.add_argument(
         "--repeats", type=int, default=3, metavar="INT", help="runs of each; medians are shown"
     )
     parser.add_argument(
@@ -90,21 +96,29 @@ def _add_scheduler(kinds: Any, common: argparse.ArgumentParser) -> None:
 def run_offline(arguments: argparse.Namespace) -> None:
     """Run the workloads and print a table, or JSON."""
     config = from_flags(EngineConfig, arguments)
+    if arguments.suite is not None and (arguments.workload or arguments.compare):
+        raise ConfigError("--suite has workloads of its own: it takes no --workload or --compare")
 
+    from minisgl.benchmark import report
     from minisgl.benchmark.offline import bench_offline
-    from minisgl.benchmark.report import print_table
+    from minisgl.benchmark.suite import bench_cpu_suite
 
-    results = bench_offline(
-        arguments.model,
-        config,
-        workloads=arguments.workload or ["single", "batch"],
-        repeats=arguments.repeats,
-        compare=arguments.compare is not None,
-    )
+    if arguments.suite is not None:
+        results = bench_cpu_suite(arguments.model, config, repeats=arguments.repeats)
+        show = report.print_suite_table
+    else:
+        results = bench_offline(
+            arguments.model,
+            config,
+            workloads=arguments.workload or ["single", "batch"],
+            repeats=arguments.repeats,
+            compare=arguments.compare is not None,
+        )
+        show = report.print_table
     if arguments.json:
         print(json.dumps(results))
     else:
-        print_table(results)
+        show(results)
 
 
 def run_scheduler(arguments: argparse.Namespace) -> None:

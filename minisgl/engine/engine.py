@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from minisgl.attention import TorchBackend
 from minisgl.config import ResolvedConfig
 from minisgl.core import (
     Batch,
-    Context,
     PageWrites,
     Req,
     SamplingParams,
@@ -33,13 +31,13 @@ from minisgl.core import (
 from minisgl.kvcache import KVPool, KVShape
 from minisgl.layers import local_heads, set_rope_device
 from minisgl.layers.rotary import clear_rope_cache
-from minisgl.models import ModelConfig, create_model, load_weight
+from minisgl.models import ModelConfig, create_model, load_weight, plan_storage, set_storage
 from minisgl.models.base import BaseLLMModel
 from minisgl.utils import div_ceil, torch_dtype
 from minisgl.utils.logger import get_logger
 from minisgl.utils.transfer import HostCopy, to_device
 
-from .inputs import fill_batch
+from .forward import NativeForward, TorchForward
 from .memory import PoolPlan, check_fits, plan_pool
 from .prompt_logprobs import PromptLogprobs
 from .sampler import Sampled, Sampler
@@ -92,6 +90,8 @@ class Engine:
         self.model_config = model_config
         self._device = config.device
         self.model = _load_model(model_path, model_config, config)
+        forward = NativeForward if config.native else TorchForward
+        self._forward: NativeForward | TorchForward = forward(self.model, model_config, config)
         heads = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
         shape = KVShape(model_config.num_layers, heads[1], model_config.head_dim, config.page_size)
         self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
@@ -108,24 +108,26 @@ class Engine:
         entries = np.array((writes.rows, writes.columns, writes.pages), dtype=np.int64)
         rows, columns, pages = to_device(entries, self._device).unbind()
         self._page_table[rows, columns] = pages.int()
-        if writes.fresh:
+        if writes.fresh and self._forward.reads_unused_slots:
             fresh = np.array(writes.fresh, dtype=np.int64)
             self._pool.clear(to_device(fresh, self._device))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> _Step:
         """Compute the batch and sample; `result()` of what is returned reads the tokens."""
-        prompt = self._prepare(batch)
-        with self._ctx.forward_batch(batch):
-            logits = self.model.forward()
+        prompt = None
+        if any(req.params.prompt_logprobs is not None for req in batch.reqs):
+            batch.prompt_logits = prompt = PromptLogprobs(batch, self._device)
+        self._forward.run(batch)
         sampling = np.flatnonzero(batch.samples)
         if not sampling.size:
             return _Step(batch.size, [], HostCopy([], self._device), prompt)
-        if sampling.size < batch.size:
-            logits = logits[to_device(sampling, self._device)]
         rows, positions = batch.rows[sampling], batch.total_lens[sampling]
         reqs = [batch.reqs[i] for i in sampling]
-        sampled = self._sampler.sample(logits, reqs, rows, positions)
+        if isinstance(self._forward, NativeForward) and all(r.params.plain_greedy for r in reqs):
+            sampled = Sampled.plain(self._forward.greedy(sampling), self._device)
+        else:
+            sampled = self._sampler.sample(self._forward.logits(sampling), reqs, rows, positions)
         row, column = to_device(np.stack((rows, positions)), self._device).unbind()
         self._token_pool[row, column] = sampled.tokens.int()
         return _Step(batch.size, sampling.tolist(), sampled, prompt)
@@ -133,22 +135,14 @@ class Engine:
     def close(self) -> None:
         """Give the memory of model, pool and tables back."""
         clear_rope_cache()
-        del self.model, self._pool, self._ctx, self._sampler, self._token_pool, self._page_table
+        del self.model, self._forward, self._pool, self._sampler, self._token_pool, self._page_table
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _prepare(self, batch: Batch) -> PromptLogprobs | None:
-        fill_batch(batch, self._token_pool, self._page_table, self.config.page_size)
-        batch.attn_metadata = self._ctx.attn_backend.prepare_metadata(batch)
-        if all(req.params.prompt_logprobs is None for req in batch.reqs):
-            return None
-        batch.prompt_logits = prompt = PromptLogprobs(batch)
-        return prompt
-
     def _make_tables(self, shape: KVShape, num_pages: int, max_len: int) -> None:
         config, rows = self.config, self.config.max_running_requests
-        self._pool = KVPool(shape, num_pages, config.dtype, self._device)
+        self._pool = KVPool(shape, num_pages, config.kv_dtype, self._device)
         self._page_table = torch.full(
             (rows, div_ceil(max_len, config.page_size)),
             self._pool.dummy_page,
@@ -157,8 +151,7 @@ class Engine:
         )
         # One more column: the token after the last one is written before the request ends.
         self._token_pool = torch.zeros((rows, max_len + 1), dtype=torch.int32, device=self._device)
-        windows = [self.model_config.layer_window(i) for i in range(self.model_config.num_layers)]
-        self._ctx = Context(config.page_size, TorchBackend(self._pool, self._page_table, windows))
+        self._forward.bind(self._pool, self._page_table, self._token_pool)
         self._sampler = Sampler(
             self.model_config.vocab_size, self._device, self._token_pool, config.logprobs_mode
         )
@@ -196,7 +189,8 @@ class Engine:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         # A full batch of decodes samples on [rows, V] float32 several times over.
         logits = self.config.max_running_requests * self.model_config.vocab_size * 4
-        del self._pool, self._page_table, self._token_pool, self._ctx, self._sampler
+        self._forward.unbind()
+        del self._pool, self._page_table, self._token_pool, self._sampler
         torch.cuda.empty_cache()
         return peak + 8 * logits
 
@@ -204,20 +198,30 @@ class Engine:
 def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> BaseLLMModel:
     rotary = replace(model_config.rotary_config, table_length=config.max_model_len)
     set_rope_device(config.device)
+    storage = plan_storage(model_path, config.quantization, model_config)
     with torch.device("meta"), torch_dtype(config.dtype):
         # Computed in float32 with a few temporaries as large as the table.
         table_bytes = 4 * config.max_model_len * rotary.rotary_dim * torch.float32.itemsize
         check_fits(config, table_bytes, "a RoPE table for this length", "--max-model-len")
         model = create_model(replace(model_config, rotary_config=rotary))
-    weight_bytes = model.num_params() * config.dtype.itemsize
+    set_storage(model, storage)
+    weight_bytes = model.num_bytes()
     check_fits(config, weight_bytes, "the weights", "the model, or --dtype bfloat16")
     tied = model_config.tie_word_embeddings
     weights = {
         name: tensor
-        for name, tensor in load_weight(model_path, config.device, dtype=config.dtype)
+        for name, tensor in load_weight(
+            model_path, config.device, dtype=config.dtype, storage=storage
+        )
         if not (tied and name == "lm_head.weight")  # a copy that would be held to no end
     }
     model.load_state_dict(weights)
-    if config.kernels == "auto":
+    if storage:
+        logger.info(
+            f"weights: {weight_bytes / 2**20:.0f} MiB, quantized ({config.quantization}); "
+            f"{model.num_params() * config.dtype.itemsize / 2**20:.0f} MiB if they were "
+            f"{str(config.dtype).removeprefix('torch.')}"
+        )
+    if config.kernels == "auto" and not config.native:
         model.pack()
     return model

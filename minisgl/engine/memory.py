@@ -47,7 +47,7 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
     A pool too small for a length that the user asked for is a `ConfigError`; a length that
     only the model's config names is shortened to what fits.
     """
-    page_bytes = shape.page_bytes(config.dtype)
+    page_bytes = shape.page_bytes(config.kv_dtype)
     pages_each = div_ceil(config.max_model_len, config.page_size)
     useful = pages_each * config.max_running_requests
     if config.num_pages is not None:

@@ -30,8 +30,8 @@ class PromptLogprobs:
     was retracted and is computed again) is not scored twice.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._device = batch.input_ids.device
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self._device = device
         rows: list[int] = []
         self._targets: list[int] = []
         self._tops: list[int] = []

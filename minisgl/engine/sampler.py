@@ -28,6 +28,11 @@ class Sampled:
     host: HostCopy
     """`tokens`, and if any row asked, what `ranked_logprobs` returned for those that did."""
 
+    @classmethod
+    def plain(cls, tokens: torch.Tensor, device: torch.device) -> Sampled:
+        """Tokens `[B]` that nobody asked logprobs for."""
+        return cls(tokens, [], [], HostCopy([tokens], device))
+
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Tokens and logprobs by row; waits for the step that sampled them."""
         copied, *ranked = self.host.wait()
@@ -160,7 +165,7 @@ class Sampler:
         rows = [i for i, top in asked if top is not None]
         tops = [top for _, top in asked if top is not None]
         if not rows:
-            return Sampled(tokens, rows, tops, HostCopy([tokens], self._device))
+            return Sampled.plain(tokens, self._device)
         index = self._vector(rows)
         logprobs = torch.log_softmax(logits[index], dim=-1)
         ranked = sampling.ranked_logprobs(logprobs, tokens[index], max(tops))

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 __all__ = ["KVPool", "KVShape"]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU memory that the system hands out when it is first touched.
+
+    `torch.zeros` writes all of it at once: 5 s for a pool of 7 GB.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -19,9 +32,10 @@ class KVShape:
     page_size: int
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one page over all layers."""
-        tokens = 2 * self.num_layers * self.page_size
-        return tokens * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values of one page over all layers, with the scales of int8."""
+        vectors = 2 * self.num_layers * self.page_size * self.num_kv_heads
+        scale_bytes = 4 if dtype == torch.int8 else 0
+        return vectors * (self.head_dim * dtype.itemsize + scale_bytes)
 
 
 class KVPool:
@@ -29,6 +43,9 @@ class KVPool:
 
     A token at position `i` of a request lies in slot `pages[i // page_size] * page_size +
     i % page_size`. The dummy page belongs to nobody: padding may read and write it.
+
+    In int8 each head of a token has a scale of its own, `scales [2, layers, slots, Hk]` float32
+    (None for other types): the largest magnitude of its D values over 127.
     """
 
     def __init__(
@@ -37,19 +54,12 @@ class KVPool:
         self.shape = shape
         self.num_pages = num_pages
         self.dummy_page = num_pages
-        # On CPU the system hands out zeroed pages when they are first touched: no cost here.
-        self.data = torch.zeros(
-            (
-                2,
-                shape.num_layers,
-                num_pages + 1,
-                shape.page_size,
-                shape.num_kv_heads,
-                shape.head_dim,
-            ),
-            dtype=dtype,
-            device=device,
-        )
+        pages, heads = num_pages + 1, shape.num_kv_heads
+        lead = (2, shape.num_layers)
+        self.data = _zeros((*lead, pages, shape.page_size, heads, shape.head_dim), dtype, device)
+        self.scales: torch.Tensor | None = None
+        if dtype == torch.int8:
+            self.scales = _zeros((*lead, pages * shape.page_size, heads), torch.float32, device)
         self._pages = [(self.data[0, i], self.data[1, i]) for i in range(shape.num_layers)]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._pages]
 

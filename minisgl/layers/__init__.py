@@ -22,6 +22,7 @@ from .linear import (
 )
 from .moe import MoELayer
 from .norm import RMSNorm, RMSNormFused
+from .quantized import QuantizedWeight, WeightPart
 from .rotary import RotaryEmbedding, get_rope, set_rope_device
 
 __all__ = [
@@ -35,11 +36,13 @@ __all__ = [
     "MoELayer",
     "OPList",
     "ParallelLMHead",
+    "QuantizedWeight",
     "RMSNorm",
     "RMSNormFused",
     "RotaryEmbedding",
     "StateLessOP",
     "VocabParallelEmbedding",
+    "WeightPart",
     "get_gated_activation",
     "get_rope",
     "local_heads",

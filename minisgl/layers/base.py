@@ -58,8 +58,17 @@ class BaseOP:
 
     def num_params(self) -> int:
         """Elements of all weights; a tensor that appears under several names counts once."""
-        seen = {id(t): t.numel() for t in self.state_dict().values()}
-        return sum(seen.values())
+        return sum({id(t): op._numel(name, t) for op, name, t in self._every_weight()}.values())
+
+    def num_bytes(self) -> int:
+        """Bytes of all weights as they are stored, each tensor once."""
+        return sum({id(t): t.nbytes for _, _, t in self._every_weight()}.values())
+
+    def named_ops(self, prefix: str = "") -> Iterator[tuple[str, BaseOP]]:
+        """All ops below this one by their paths, as in `("model.layers.0.mlp", op)`."""
+        for name, child in self._children():
+            yield prefix + name, child
+            yield from child.named_ops(f"{prefix}{name}.")
 
     def pack(self) -> None:
         """Bring loaded weights into the layouts of the fast paths; for all ops below this one.
@@ -82,9 +91,24 @@ class BaseOP:
                     f"{key}: the model has {tuple(old.shape)} {old.dtype}, "
                     f"the checkpoint {tuple(new.shape)} {new.dtype}"
                 )
-            setattr(self, name, new)
+            self._replace(name, new)
         for name, child in self._children():
             child._take(state_dict, f"{prefix}{name}.")
+
+    def _replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a loaded tensor in the place of a weight."""
+        setattr(self, name, tensor)
+
+    def _numel(self, name: str, tensor: torch.Tensor) -> int:
+        """How many weights the tensor of this name holds."""
+        return tensor.numel()
+
+    def _every_weight(self) -> Iterator[tuple[BaseOP, str, torch.Tensor]]:
+        """(owner, name, tensor) for this op and all below."""
+        for name, tensor in self._weights():
+            yield self, name, tensor
+        for _, child in self._children():
+            yield from child._every_weight()
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(self).items():
@@ -108,8 +132,15 @@ class StateLessOP(BaseOP):
         """Nothing is added to `result`."""
         return {} if result is None else result
 
+    def named_ops(self, prefix: str = "") -> Iterator[tuple[str, BaseOP]]:
+        """Nothing: what it holds is named by its owner."""
+        return iter(())
+
     def _take(self, state_dict: StateDict, prefix: str) -> None:
         pass
+
+    def _every_weight(self) -> Iterator[tuple[BaseOP, str, torch.Tensor]]:
+        return iter(())
 
 
 Op = TypeVar("Op", bound=BaseOP)

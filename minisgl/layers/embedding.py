@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from minisgl.core import Batch, get_global_ctx
 from minisgl.distributed import DistributedCommunicator, get_tp_info
-from minisgl.kernel import indexing
-from minisgl.kernel.linear import can_pack, linear, pack_linear_weight
+from minisgl.kernel.linear import can_pack, pack_linear_weight
 from minisgl.utils import Span, div_ceil, partition
 
 from .base import BaseOP, StateDict
+from .quantized import QuantizedWeight, apply_linear, look_up
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
@@ -26,15 +28,22 @@ class VocabParallelEmbedding(BaseOP):
         tp = get_tp_info()
         self.vocab_size = vocab_size
         self.vocab_range: Span = partition(vocab_size, tp.rank, tp.size)
-        self.weight = torch.empty(self.vocab_range.length, hidden_size)
+        self.weight: torch.Tensor | QuantizedWeight = torch.empty(
+            self.vocab_range.length, hidden_size
+        )
         self._tp_size = tp.size
         self._comm = DistributedCommunicator()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`ids [T]` to `[T, hidden]`."""
         if self._tp_size == 1:
-            return indexing(self.weight, ids)
-        return self._comm.all_reduce(indexing(self.weight, ids, self.vocab_range))
+            return look_up(self.weight, ids)
+        return self._comm.all_reduce(look_up(self.weight, ids, self.vocab_range))
+
+    def set_storage(self, types: Sequence[str]) -> None:
+        """Replace the weight, not loaded yet, by one part of the only type in `types`."""
+        assert isinstance(self.weight, torch.Tensor)
+        self.weight = QuantizedWeight.like(self.weight, types, [self.vocab_range.length])
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -67,9 +76,9 @@ class ParallelLMHead(VocabParallelEmbedding):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """`x [n, hidden]` to `[n, vocab_size]`, gathered from all ranks."""
         if self._packed is not None:
-            local = linear(x, self._packed)
+            local = apply_linear(x, self._packed)
         else:
-            local = linear(x, self.weight if self._tied is None else self._tied.weight)
+            local = apply_linear(x, self.weight if self._tied is None else self._tied.weight)
         if self._tp_size == 1:
             return local
         # Ranks hold unequal shares when they do not divide the vocabulary: pad to the largest.
@@ -84,7 +93,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         A tied weight is copied: the embedding looks rows up in the plain layout.
         """
         weight = self.weight if self._tied is None else self._tied.weight
-        if can_pack(weight):
+        if isinstance(weight, torch.Tensor) and can_pack(weight):
             self._packed = pack_linear_weight(weight)
             if self._tied is None:
                 self.weight = self._packed

@@ -1,8 +1,8 @@
 """Models and their weights: config, one decoder for all architectures, loaders.
 
-Owns: the shapes of supported models (`config.py`, `decoder.py`, `register.py`) and the reading
-of checkpoints (`weight.py`, `gguf.py`). Does not own: the blocks (`layers/`), or memory for
-the KV cache (`kvcache/`).
+Owns: the shapes of supported models (`config.py`, `decoder.py`, `register.py`), the reading of
+checkpoints (`weight.py`, `gguf.py`) and which weights stay quantized (`quantize.py`). Does not
+own: the blocks (`layers/`), or memory for the KV cache (`kvcache/`).
 Invariant: the keys and shapes that `load_weight` yields are the model's `state_dict()`, plus at
 most the head of a tied model.
 Read next: `decoder.py`, then `minisgl/kvcache/`.
@@ -17,6 +17,7 @@ from ..utils.lazy import lazy_exports
 if TYPE_CHECKING:
     from .checkpoint import ModelInfo, load_model_config, load_model_info
     from .config import ModelConfig, RotaryConfig
+    from .quantize import plan_storage, set_storage
     from .register import create_model
     from .weight import load_weight, shard_tensor
 
@@ -28,6 +29,8 @@ _EXPORTS = {
     "load_model_config": "checkpoint",
     "load_model_info": "checkpoint",
     "load_weight": "weight",
+    "plan_storage": "quantize",
+    "set_storage": "quantize",
     "shard_tensor": "weight",
 }
 
@@ -39,6 +42,8 @@ __all__ = [
     "load_model_config",
     "load_model_info",
     "load_weight",
+    "plan_storage",
+    "set_storage",
     "shard_tensor",
 ]
 

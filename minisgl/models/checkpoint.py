@@ -12,6 +12,7 @@ import torch
 
 from minisgl.config import ModelFacts
 from minisgl.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minisgl.kernel.quant import BLOCKS
 from minisgl.layers.rotary import rope_type
 from minisgl.params import SamplingParams
 from minisgl.utils.gguf_header import read_gguf_header
@@ -38,10 +39,19 @@ class ModelInfo:
     eos_token_ids: frozenset[int] = frozenset()
     """The EOS ids of the config and of the generation config together."""
 
+    quantized: bool = False
+    """Some matrix is stored in a block format of `kernel/quant.py`."""
+
     def facts(self) -> ModelFacts:
         """What `minisgl.config.resolve` needs of it."""
         rotary = self.config.rotary_config
-        return ModelFacts(self.dtype, rotary.max_context, rope_type(rotary.scaling))
+        return ModelFacts(
+            self.dtype,
+            rotary.max_context,
+            rope_type(rotary.scaling),
+            is_dense=not self.config.is_moe,
+            quantized=self.quantized,
+        )
 
 
 def load_model_config(model_path: str) -> ModelConfig:
@@ -65,6 +75,7 @@ def load_model_info(model_path: str) -> ModelInfo:
         dtype=_gguf_dtype(model_path) if is_gguf(model_path) else _stored_dtype(raw),
         generation_defaults=defaults,
         eos_token_ids=frozenset(config.eos_token_ids + eos),
+        quantized=is_gguf(model_path) and _has_blocks(model_path),
     )
 
 
@@ -105,6 +116,12 @@ def _gguf_dtype(path: str) -> torch.dtype:
         if len(info.shape) > 1:
             nbytes[_GGUF_DTYPES.get(info.type_name, torch.bfloat16)] += info.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else torch.bfloat16
+
+
+def _has_blocks(path: str) -> bool:
+    return any(
+        len(info.shape) == 2 and info.type_name in BLOCKS for info in read_gguf_header(path).tensors
+    )
 
 
 def _read_config(model_path: str) -> dict[str, Any]:

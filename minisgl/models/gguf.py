@@ -16,7 +16,7 @@ Memory: one tensor in the target type, plus blocks of about 2 MiB that are dequa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..utils.gguf_header import GGUFHeader, read_gguf_header
 from .gguf_names import ARCHITECTURES, ROPE_FACTORS, Metadata, Source, plan_tensors
 
-__all__ = ["gguf_num_tensors", "iter_gguf_tensors", "load_gguf_config"]
+__all__ = ["gguf_num_tensors", "gguf_tensor_types", "iter_gguf_tensors", "load_gguf_config"]
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = frozenset(
@@ -83,8 +83,13 @@ def gguf_num_tensors(path: str) -> int:
     return len(_plan(read_gguf_header(path)))
 
 
+def gguf_tensor_types(path: str) -> dict[str, str]:
+    """The storage type of each tensor that `iter_gguf_tensors(path)` yields, by its name."""
+    return {source.name: source.info.type_name for source in _plan(read_gguf_header(path))}
+
+
 def iter_gguf_tensors(
-    path: str, dtype: torch.dtype | None = None
+    path: str, dtype: torch.dtype | None = None, blocks: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(Hugging Face name, CPU tensor [out, in])`, sorted by name, one at a time.
 
@@ -92,12 +97,16 @@ def iter_gguf_tensors(
     others keep their type. A tensor stored in that very type is a view of the mapped file
     (private: writing to it leaves the file alone). Stacked experts come one by one.
 
+    `blocks` names tensors that are wanted in a block format, and that format: one stored in it
+    comes as it is, uint8 `[out, bytes of a row]`, a view where no rows are put back in order;
+    another comes as with `dtype` None, so that nothing is rounded before it is quantized.
+
     The file is checked before this returns, not at the first step. Raises ModelNotFoundError,
     CheckpointError (damaged file, unknown tensor names, heads that don't divide the rows) and
     UnsupportedModelError (a tensor's storage type, naming both).
     """
     header = read_gguf_header(path)
-    return _stream(header, _plan(header), dtype)
+    return _stream(header, _plan(header), dtype, blocks or {})
 
 
 def _num_layers(meta: Metadata) -> int:
@@ -286,14 +295,20 @@ def _map(header: GGUFHeader) -> npt.NDArray[np.uint8]:
 
 
 def _stream(
-    header: GGUFHeader, plan: list[Source], dtype: torch.dtype | None
+    header: GGUFHeader, plan: list[Source], dtype: torch.dtype | None, blocks: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     data = _map(header)
     for source in plan:
         info = source.info
         raw = data[info.offset : info.offset + info.nbytes]
         stored = _PLAIN.get(info.type_name)
-        target = dtype or stored or torch.float32
+        wanted = blocks.get(source.name)
+        if wanted == info.type_name:
+            rows = raw.reshape(info.shape[0], -1)
+            order = _two_halves_order(info.shape[0], source.heads) if source.heads else None
+            yield source.name, torch.from_numpy(rows if order is None else rows[order])
+            continue
+        target = (None if wanted else dtype) or stored or torch.float32
         if stored == target and not source.heads:
             yield source.name, torch.from_numpy(raw).view(target).view(info.shape)
             continue

@@ -2,6 +2,7 @@
 
     read (safetensors or GGUF, sorted by name, one tensor at a time)
       -> checked                    that the target dtype can hold it
+      -> blocks                     those that `storage` names, one by one; see `quantize.py`
       -> this rank's shard          shard_tensor
       -> merged projections         q, k, v -> qkv_proj;  gate, up -> gate_up_proj
       -> packed experts             experts.0 ... experts.E-1 -> [E, ...]
@@ -16,7 +17,7 @@ that need no work are views of the mapped file; the system reads their pages whe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,11 +25,13 @@ from tqdm import tqdm
 
 from minisgl.distributed import get_tp_info
 from minisgl.errors import CheckpointError, ModelNotFoundError
+from minisgl.kernel.quant import BLOCKS
 from minisgl.utils import partition
 from minisgl.utils.hf import is_gguf, read_json
 
 from .checkpoint import load_model_config
 from .fields import shown
+from .quantize import Storage, parts_by_tensor, quantize_parts
 
 __all__ = ["load_weight", "shard_tensor"]
 
@@ -46,24 +49,36 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_weight(
-    model_path: str, device: torch.device | str, *, dtype: torch.dtype | None = None
+    model_path: str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype | None = None,
+    storage: Storage | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield `(name, tensor)` for this rank, under the names of the model's `state_dict()`.
 
     `model_path` is a folder with safetensors (one file, or shards with an index) or a GGUF
     file, whose quantized tensors are dequantized. `dtype` None keeps the stored type (float32
-    for quantized ones). A tied model's `lm_head.weight` is yielded when the file has it.
+    for quantized ones). A tied model's `lm_head.weight` is yielded when the file has it. Weights
+    of the ops that `storage` names (see `plan_storage`) come in parts of the types that it says,
+    blocks as uint8; that is for one rank.
     Raises `CheckpointError` naming file and key for whatever is missing, incomplete or
     unreadable, and `ModelNotFoundError` when there are no weights.
     """
     config, tp = load_model_config(model_path), get_tp_info()
-    raw = _read_gguf(model_path, dtype) if is_gguf(model_path) else _read_safetensors(model_path)
+    parts = parts_by_tensor(storage or {})
+    if is_gguf(model_path):
+        blocks = {name: part.type for name, part in parts.items() if part.type in BLOCKS}
+        checked = _checked(_read_gguf(model_path, dtype, blocks), dtype, blocks)
+    else:
+        checked = _checked(_read_safetensors(model_path), dtype)
     shards = (
         (name, shard_tensor(name, tensor, tp.rank, tp.size, config.num_kv_heads))
-        for name, tensor in _checked(raw, dtype)
+        for name, tensor in quantize_parts(checked, parts)
     )
     for name, tensor in _pack_experts(_merge(shards, dtype), config.num_experts, dtype):
-        yield name, tensor.to(device=device, dtype=dtype or tensor.dtype).contiguous()
+        target = tensor.dtype if dtype is None or tensor.dtype == torch.uint8 else dtype
+        yield name, tensor.to(device=device, dtype=target).contiguous()
 
 
 def shard_tensor(
@@ -97,10 +112,12 @@ def _shard_packed(kind: str, tensor: torch.Tensor, rank: int, size: int) -> torc
     return tensor.narrow(2, *partition(tensor.shape[2], rank, size))
 
 
-def _read_gguf(path: str, dtype: torch.dtype | None) -> Iterator[NamedTensor]:
+def _read_gguf(
+    path: str, dtype: torch.dtype | None, blocks: Mapping[str, str]
+) -> Iterator[NamedTensor]:
     from .gguf import gguf_num_tensors, iter_gguf_tensors
 
-    yield from _progress(iter_gguf_tensors(path, dtype), gguf_num_tensors(path))
+    yield from _progress(iter_gguf_tensors(path, dtype, blocks), gguf_num_tensors(path))
 
 
 def _read_safetensors(folder: str) -> Iterator[NamedTensor]:
@@ -175,9 +192,17 @@ def _progress(tensors: Iterator[NamedTensor], total: int | None) -> Iterator[Nam
     yield from tqdm(tensors, "Loading weights", total, disable=disable, leave=False)
 
 
-def _checked(tensors: Iterator[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
-    """The same tensors; raises for one whose type is not read or that `dtype` can't hold."""
+def _checked(
+    tensors: Iterator[NamedTensor], dtype: torch.dtype | None, blocks: Container[str] = ()
+) -> Iterator[NamedTensor]:
+    """The same tensors; raises for one whose type is not read or that `dtype` can't hold.
+
+    Those that `blocks` names may be bytes.
+    """
     for name, tensor in tensors:
+        if tensor.dtype == torch.uint8 and name in blocks:
+            yield name, tensor
+            continue
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{name} is stored as {tensor.dtype}, which is not supported; "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve
 from minisgl.engine import Engine
+from minisgl.kernel.cpu import has_native
 from minisgl.kvcache import CACHES
 from minisgl.models import ModelInfo
 from minisgl.utils.hardware import Hardware
@@ -29,7 +31,10 @@ class Built(NamedTuple):
 
 def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
     """Load the model at `path`, described by `info`; the reasons of what was chosen are logged."""
-    resolved = resolve(config, Hardware.detect(), info.facts())
+    hardware = Hardware.detect()
+    if config.device != "cuda" and config.kernels == "auto" and not hardware.has_cuda:
+        hardware = replace(hardware, has_native=has_native())
+    resolved = resolve(config, hardware, info.facts())
     for reason in resolved.reasons:
         logger.info(reason)
     engine = Engine(path, info.config, resolved)

@@ -22,6 +22,8 @@ class Hardware:
     num_cpus: int
     available_bytes: int
     has_cuda: bool
+    has_native: bool = False
+    """Whether the native CPU kernels are there; `detect` does not look."""
 
     @classmethod
     def detect(cls) -> Hardware:

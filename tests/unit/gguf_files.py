@@ -81,7 +81,9 @@ class Written:
         keys: dict[str, Any] | None = None,
         drop: tuple[str, ...] = (),
         extra: dict[str, np.ndarray] | None = None,
+        kinds: dict[str, str] | None = None,
     ) -> None:
+        """`kind` is the type of all matrices but those to which `kinds` gives another."""
         self.path = str(path)
         self.stored: dict[str, tuple[np.ndarray, str]] = {}
         writer = gguf.GGUFWriter(self.path, arch)
@@ -108,7 +110,7 @@ class Written:
         arrays = {name: a for name, a in (arrays | (extra or {})).items() if name not in drop}
         for name, array in arrays.items():
             # As real files do: what is one-dimensional is never quantized.
-            form = kind if array.ndim > 1 else "F32"
+            form = (kinds or {}).get(name, kind) if array.ndim > 1 else "F32"
             self.stored[name] = (encode(array, form), form)
             writer.add_tensor(name, self.stored[name][0], raw_dtype=Type[form])
         writer.write_header_to_file()

@@ -1,0 +1,107 @@
+"""A batch through the model: by the op layer in PyTorch, or in one call of the native kernels.
+
+Both take the same steps: `bind` to the engine's memory, `run` a batch, then `logits` of the
+requests that sample. `reads_unused_slots` says whether a page must be cleared before a new owner
+gets it: masks multiply what lies there by 0, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.attention import TorchBackend
+from minisgl.config import ResolvedConfig
+from minisgl.core import Batch, Context, PromptLogitsSink
+from minisgl.kvcache import KVPool
+from minisgl.models import ModelConfig
+from minisgl.models.base import BaseLLMModel
+from minisgl.models.decoder import CausalLM
+from minisgl.utils.transfer import to_device
+
+from .inputs import fill_batch
+
+__all__ = ["NativeForward", "TorchForward"]
+
+_PIECE_ROWS = 256
+"""Rows of prompt logits computed at once: 256 x 151,936 float32 are 156 MB."""
+
+
+class TorchForward:
+    """`model.forward()` under the batch's context, on any device."""
+
+    reads_unused_slots = True
+
+    def __init__(
+        self, model: BaseLLMModel, model_config: ModelConfig, config: ResolvedConfig
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._windows = [model_config.layer_window(i) for i in range(model_config.num_layers)]
+
+    def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
+        """Compute with this memory from now on."""
+        self._tables = token_pool, page_table
+        backend = TorchBackend(pool, page_table, self._windows)
+        self._ctx = Context(self._config.page_size, backend)
+
+    def unbind(self) -> None:
+        """Let the memory go."""
+        del self._tables, self._ctx, self._logits
+
+    def run(self, batch: Batch) -> None:
+        """Compute the batch; a prompt's logits go to its sink on the way."""
+        fill_batch(batch, *self._tables, self._config.page_size)
+        batch.attn_metadata = self._ctx.attn_backend.prepare_metadata(batch)
+        with self._ctx.forward_batch(batch):
+            self._logits = self._model.forward()
+
+    def logits(self, places: np.ndarray) -> torch.Tensor:
+        """Of the last token of the batch's requests at `places [n]`: `[n, vocab]`."""
+        if len(places) == self._logits.shape[0]:
+            return self._logits
+        return self._logits[to_device(places, self._logits.device)]
+
+
+class NativeForward:
+    """The same by `models.native`, on a CPU; the model's weights move into its layout."""
+
+    reads_unused_slots = False
+
+    def __init__(
+        self, model: BaseLLMModel, model_config: ModelConfig, config: ResolvedConfig
+    ) -> None:
+        from minisgl.models.native import NativeModel
+
+        assert isinstance(model, CausalLM), "resolve() allows native kernels for these only"
+        self._native = NativeModel(model, model_config, config.dtype, config.threads)
+        self._deterministic = config.deterministic
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads."""
+        return self._native.weight_bytes
+
+    def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
+        """Compute with this memory from now on."""
+        self._native.bind(pool, page_table, token_pool, self._deterministic)
+
+    def run(self, batch: Batch) -> None:
+        """Compute the batch; a prompt's logits go to its sink."""
+        self._native.forward(batch)
+        self._last_rows = batch.extend_lens.cumsum() - 1
+        if batch.prompt_logits is not None:
+            self._score(batch.prompt_logits)
+
+    def logits(self, places: np.ndarray) -> torch.Tensor:
+        """Of the last token of the batch's requests at `places [n]`: `[n, vocab]` float32."""
+        return self._native.logits(self._last_rows[places])
+
+    def greedy(self, places: np.ndarray) -> torch.Tensor:
+        """The most likely token after each of the requests at `places [n]`: `[n]` int64."""
+        return self._native.greedy(self._last_rows[places])
+
+    def _score(self, sink: PromptLogitsSink) -> None:
+        rows = sink.rows.numpy()
+        for offset in range(0, len(rows), _PIECE_ROWS):
+            sink.collect(offset, self._native.logits(rows[offset : offset + _PIECE_ROWS]))

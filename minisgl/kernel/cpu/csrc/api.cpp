@@ -1,0 +1,34 @@
+// What Python calls through ctypes: plain C functions over pointers that it checked.
+#include "model.h"
+
+using namespace minisgl;
+
+#define MINISGL_API extern "C" __attribute__((visibility("default")))
+
+MINISGL_API Pool* minisgl_pool(int threads) { return new Pool(threads); }
+MINISGL_API void minisgl_pool_free(Pool* pool) { delete pool; }
+
+MINISGL_API int64_t minisgl_panel_bytes(int type, int64_t k) { return panel_bytes(Type(type), k); }
+
+// n rows, `stride` bytes apart, of plain values or GGUF blocks to panels.
+MINISGL_API void minisgl_pack(Pool* pool, int type, const uint8_t* rows, int64_t stride, int64_t n,
+                              int64_t k, uint8_t* out) {
+  const int64_t bytes = panel_bytes(Type(type), k);
+  pool->run([&](Team& team) {
+    team.share((n + kPanel - 1) / kPanel, [&](int64_t i) {
+      pack_panel(Type(type), rows, stride, int(n), k, int(i), out + i * bytes);
+    });
+  });
+}
+
+MINISGL_API Model* minisgl_model(const Sizes* sizes) { return new Model(*sizes); }
+MINISGL_API void minisgl_model_free(Model* model) { delete model; }
+
+MINISGL_API void minisgl_forward(Model* model, Pool* pool, const Step* step) {
+  model->forward(*pool, *step);
+}
+
+MINISGL_API void minisgl_project(Model* model, Pool* pool, const int64_t* rows, int64_t count,
+                                 float* logits, int64_t stride, int64_t* best) {
+  model->project(*pool, rows, count, logits, stride, best);
+}

@@ -1,0 +1,300 @@
+// Attention over the pages of the KV pool, read where they lie.
+//
+// An item is one KV head of some consecutive tokens of one request, with all the query heads that
+// share it: `rows` = tokens x group. Keys are taken in blocks of 64 that begin at multiples of 64
+// of the sequence; each is brought into panels once and multiplied by the same tiles as weights:
+//
+//   scores[rows][64] = q[rows][D] x keys      D x 64 as two panels
+//   acc[rows][D]     = acc * fix + p[rows][64] x values      64 x D in panels of 32
+//
+// with the running maximum and sum of the online softmax (Milakov and Gimelshein 2018; as in
+// FlashAttention, Dao et al. 2022).
+//
+// Invariant: what a row computes depends only on its own query and keys. Blocks begin at fixed
+// positions, sums have a fixed order, and a block that a row does not see changes nothing in it
+// (exp(0) = 1, p = 0), so prefill, chunks and decoding give the same bits.
+#pragma once
+
+#include <vector>
+
+#include "ops.h"
+
+namespace minisgl {
+
+enum class KVType : int { F32 = 0, BF16 = 1, I8 = 2 };
+
+// One layer's keys and values: [slots][heads][dim]; I8 has a float scale for each [slot][head].
+struct KVLayer {
+  KVType type;
+  int heads, dim, page_size;
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;
+};
+
+inline int64_t kv_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
+
+// Write one head of one token.
+inline void store_kv(KVType type, uint8_t* cache, float* scales, int64_t at, const float* x, int dim) {
+  if (type == KVType::F32) {
+    std::memcpy(cache + at * dim * 4, x, dim * 4);
+  } else if (type == KVType::BF16) {
+    bf16* out = (bf16*)cache + at * dim;
+    int i = 0;
+    for (; i + 16 <= dim; i += 16) store_bf16(out + i, load(x + i));
+    for (; i < dim; ++i) out[i] = f32_to_bf16(x[i]);
+  } else {
+    float top = 0;
+    for (int i = 0; i < dim; ++i) top = std::max(top, std::fabs(x[i]));
+    scales[at] = top / 127.0f;
+    const float inverse = top > 0 ? 127.0f / top : 0.0f;
+    for (int i = 0; i < dim; ++i) ((int8_t*)cache)[at * dim + i] = int8_t(std::nearbyintf(x[i] * inverse));
+  }
+}
+
+namespace detail {
+
+constexpr int kKeys = 64;
+
+#ifdef MINISGL_AVX512
+// Transpose 16 rows of 16 words: out[j * 32 + i] = rows[i][j], as a panel's half wants it.
+inline void transpose16(const uint32_t* const* rows, uint32_t* out) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i]);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of each lane, rows i .. i + 3
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low0 = _mm512_shuffle_i32x4(a[c], a[c + 4], 0x88);
+    const __m512i high0 = _mm512_shuffle_i32x4(a[c], a[c + 4], 0xdd);
+    const __m512i low1 = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0x88);
+    const __m512i high1 = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0xdd);
+    _mm512_storeu_si512(out + (c + 0) * 32, _mm512_shuffle_i32x4(low0, low1, 0x88));
+    _mm512_storeu_si512(out + (c + 4) * 32, _mm512_shuffle_i32x4(high0, high1, 0x88));
+    _mm512_storeu_si512(out + (c + 8) * 32, _mm512_shuffle_i32x4(low0, low1, 0xdd));
+    _mm512_storeu_si512(out + (c + 12) * 32, _mm512_shuffle_i32x4(high0, high1, 0xdd));
+  }
+}
+#else
+inline void transpose16(const uint32_t* const* rows, uint32_t* out) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) out[j * 32 + i] = rows[i][j];
+}
+#endif
+
+// Interleave two rows of 32 bf16: out[2 i] = a[i], out[2 i + 1] = b[i].
+inline void interleave32(const bf16* a, const bf16* b, bf16* out) {
+#ifdef MINISGL_AVX512
+  for (int i = 0; i < 32; i += 16) {
+    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + i)));
+    const __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + i)));
+    _mm512_storeu_si512(out + 2 * i, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+  }
+#else
+  for (int i = 0; i < 32; ++i) out[2 * i] = a[i], out[2 * i + 1] = b[i];
+#endif
+}
+
+}  // namespace detail
+
+// What one thread needs to attend; E is bf16 or float, in which keys, values and p are multiplied.
+template <class E>
+class Attention {
+ public:
+  // `dim` is the head's size, `group` the query heads of a KV head, `rows` the most rows at once.
+  Attention(int dim, int group, int rows)
+      : dim_(dim),
+        wide_(int(round_up(dim, kPanel))),
+        group_(group),
+        queries_(rows * wide_),
+        keys_(detail::kKeys * wide_),
+        values_(detail::kKeys * wide_),
+        staged_(2 * detail::kKeys * wide_),
+        p_(kRows * detail::kKeys),
+        acc_(rows * wide_),
+        top_(rows),
+        total_(rows) {}
+
+  struct Item {
+    const int32_t* pages;  // of the request
+    int head;              // KV head
+    int64_t position;      // of the first token
+    int tokens;
+    int64_t window;        // 0: all keys
+    const float* q;        // the first token's first query head of the group, after RoPE
+    int64_t q_stride;      // floats from token to token
+    float scale;
+  };
+
+  // Row t * group + g of the result is `out() + row * wide()`, head g of the group of token t.
+  void run(const KVLayer& kv, const Item& item) {
+    const int rows = item.tokens * group_;
+    for (int t = 0; t < item.tokens; ++t)
+      for (int g = 0; g < group_; ++g)
+        put_query(item.q + t * item.q_stride + g * dim_, queries_.data() + (t * group_ + g) * wide_);
+    std::fill(acc_.begin(), acc_.begin() + rows * wide_, 0.0f);
+    std::fill(top_.begin(), top_.begin() + rows, kNone);
+    std::fill(total_.begin(), total_.begin() + rows, 0.0f);
+    const int64_t end = item.position + item.tokens;
+    const int64_t first = item.window ? std::max<int64_t>(0, item.position + 1 - item.window) : 0;
+    for (int64_t key = first / detail::kKeys * detail::kKeys; key < end; key += detail::kKeys) {
+      bring(kv, item, key, std::min(end, key + detail::kKeys));
+      const int tiles = (rows + kRows - 1) / kRows;
+      for (int i = 0; i < tiles; ++i) {
+        const int row = int(tile_start(rows, tiles, i));
+        attend(item, key, row, int(tile_start(rows, tiles, i + 1)) - row);
+      }
+    }
+    for (int row = 0; row < rows; ++row) {
+      const float inverse = 1.0f / total_[row];
+      float* out = acc_.data() + row * wide_;
+      for (int i = 0; i < wide_; i += 16) store(out + i, load(out + i) * inverse);
+    }
+  }
+
+  const float* out() const { return acc_.data(); }
+  int wide() const { return wide_; }
+
+ private:
+  static constexpr float kNone = -1e30f;  // below every score, and exp of differences to it is 0
+  static constexpr bool kBf16 = sizeof(E) == 2;
+  static constexpr Type kType = kBf16 ? Type::BF16 : Type::F32;
+
+  Input input(E* data, int64_t stride) {
+    Input x;
+    x.stride = stride;
+    if constexpr (kBf16) x.b16 = data;
+    else x.f32 = data;
+    return x;
+  }
+
+  void put_query(const float* q, E* out) {
+    for (int i = 0; i < wide_; ++i) {
+      const float value = i < dim_ ? q[i] : 0.0f;
+      if constexpr (kBf16) out[i] = f32_to_bf16(value);
+      else out[i] = value;
+    }
+  }
+
+  // Where a head of a token is, as E: in the pool itself, or converted to `room`.
+  const E* row_of(const KVLayer& kv, const uint8_t* cache, const float* scales, int64_t slot, int head,
+                  E* room) {
+    const int64_t at = slot * kv.heads + head;
+    const uint8_t* data = cache + at * dim_ * kv_bytes(kv.type);
+    if (kv.type == KVType::F32 && !kBf16 && wide_ == dim_) return (const E*)data;
+    if (kv.type == KVType::BF16 && kBf16 && wide_ == dim_) return (const E*)data;
+    for (int i = 0; i < dim_; ++i) {
+      float value;
+      if (kv.type == KVType::F32) value = ((const float*)data)[i];
+      else if (kv.type == KVType::BF16) value = bf16_to_f32(((const bf16*)data)[i]);
+      else value = float(((const int8_t*)data)[i]) * scales[at];
+      if constexpr (kBf16) room[i] = f32_to_bf16(value);
+      else room[i] = value;
+    }
+    std::fill(room + dim_, room + wide_, E(0));
+    return room;
+  }
+
+  // The keys and values [key, end) of the item's head as panels; zeros up to 64.
+  void bring(const KVLayer& kv, const Item& item, int64_t key, int64_t end) {
+    const E *keys[detail::kKeys], *values[detail::kKeys];
+    E* room = staged_.data();
+    for (int i = 0; i < detail::kKeys; ++i) {
+      if (key + i >= end) {
+        std::fill(room, room + wide_, E(0));
+        keys[i] = values[i] = room;
+        continue;  // all the missing ones share these zeros
+      }
+      const int64_t at = key + i, page = item.pages[at / kv.page_size];
+      const int64_t slot = page * kv.page_size + at % kv.page_size;
+      keys[i] = row_of(kv, kv.keys, kv.key_scales, slot, item.head, room);
+      values[i] = row_of(kv, kv.values, kv.value_scales, slot, item.head, room + wide_);
+      if (keys[i] == room || values[i] == room + wide_) room += 2 * wide_;
+    }
+    constexpr int kWord = 4 / sizeof(E);  // values of a head in 32 bits
+    for (int i = 0; i < detail::kKeys; i += 16) {
+      uint32_t* panel = (uint32_t*)keys_.data() + i / kPanel * (wide_ / kWord) * kPanel + i % kPanel;
+      for (int d = 0; d < wide_ / kWord; d += 16) {
+        const uint32_t* rows[16];
+        for (int j = 0; j < 16; ++j) rows[j] = (const uint32_t*)keys[i + j] + d;
+        detail::transpose16(rows, panel + d * kPanel);
+      }
+    }
+    for (int d = 0; d < wide_; d += kPanel) {
+      E* panel = values_.data() + d * detail::kKeys;
+      if constexpr (kBf16) {
+        for (int i = 0; i < detail::kKeys; i += 2)
+          detail::interleave32(values[i] + d, values[i + 1] + d, panel + i * kPanel);
+      } else {
+        for (int i = 0; i < detail::kKeys; ++i)
+          std::memcpy(panel + i * kPanel, values[i] + d, kPanel * sizeof(E));
+      }
+    }
+  }
+
+  // Add the block of keys that begins at `key` to rows [row, row + m).
+  void attend(const Item& item, int64_t key, int row, int m) {
+    float scores[2][kRows * kPanel], c[kRows * kPanel], fix[kRows];
+    const Input q = input(queries_.data(), wide_);
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* panel = (const uint8_t*)(keys_.data() + half * kPanel * wide_);
+      detail::kTiles[int(kType)][m - 1](panel, wide_, q, row, scores[half]);
+    }
+    for (int i = 0; i < m; ++i) {
+      const int64_t own = item.position + (row + i) / group_;
+      const int64_t first = item.window ? own + 1 - item.window : 0;
+      fix[i] = soften(scores, i, int(std::max<int64_t>(0, first - key)),
+                      int(std::min<int64_t>(detail::kKeys, own + 1 - key)), item.scale, row + i);
+    }
+    const Input p = input(p_.data(), detail::kKeys);
+    for (int d = 0; d < wide_; d += kPanel) {
+      detail::kTiles[int(kType)][m - 1]((const uint8_t*)(values_.data() + d * detail::kKeys),
+                                        detail::kKeys, p, 0, c);
+      for (int i = 0; i < m; ++i) {
+        float* out = acc_.data() + (row + i) * wide_ + d;
+        store(out, fma(load(out), splat(fix[i]), load(c + i * kPanel)));
+        store(out + 16, fma(load(out + 16), splat(fix[i]), load(c + i * kPanel + 16)));
+      }
+    }
+  }
+
+  // Scores of one row to p; only keys [from, to) of the block count. Returns what the sums so far
+  // are to be multiplied by.
+  float soften(const float (*scores)[kRows * kPanel], int i, int from, int to, float scale, int row) {
+    static constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F32x16 s[4], best = splat(kNone);
+    I32x16 seen[4];
+    for (int j = 0; j < 4; ++j) {
+      const I32x16 lane = kLanes + 16 * j;
+      seen[j] = (lane >= from) & (lane < to);
+      s[j] = load(scores[j / 2] + i * kPanel + 16 * (j % 2)) * scale;
+      s[j] = (F32x16)(((I32x16)s[j] & seen[j]) | ((I32x16)splat(kNone) & ~seen[j]));
+      best = max(best, s[j]);
+    }
+    const float before = top_[row], now = std::max(before, largest(best));
+    F32x16 total = {};
+    E* out = p_.data() + i * detail::kKeys;
+    for (int j = 0; j < 4; ++j) {
+      const F32x16 p = (F32x16)((I32x16)exp(s[j] - now) & seen[j]);
+      total += p;
+      if constexpr (kBf16) store_bf16(out + 16 * j, p);
+      else store(out + 16 * j, p);
+    }
+    const float fix = before == now ? 1.0f : exp(splat(before - now))[0];
+    top_[row] = now;
+    total_[row] = std::fma(total_[row], fix, sum(total));
+    return fix;
+  }
+
+  const int dim_, wide_, group_;
+  std::vector<E> queries_, keys_, values_, staged_, p_;
+  std::vector<float> acc_, top_, total_;
+};
+
+}  // namespace minisgl

@@ -1,0 +1,291 @@
+#include "model.h"
+
+namespace minisgl {
+
+namespace {
+
+constexpr int kQueryRows = 144;  // of an attention item: keys are brought into panels once for them
+
+template <class T>
+T* grow(std::vector<T>& v, int64_t size) {
+  if (int64_t(v.size()) < size) v.resize(size + size / 4);
+  return v.data();
+}
+
+// Call f(first, columns, row, m, tiles...) for all tiles of rows x outputs; `count` panels are
+// given to one call: the i-th of each weight (gate and up).
+//
+// A thread's items are neighbours, so that it reads a panel from memory once for all its rows.
+template <class F>
+void for_panels(Team& team, int panels, int64_t rows, F&& f) {
+  const int64_t tiles = (rows + kRows - 1) / kRows;
+  const int64_t parts = std::max<int64_t>(1, tiles / 4);
+  team.share(panels * parts, [&](int64_t item) {
+    const int64_t from = tiles * (item % parts) / parts, to = tiles * (item % parts + 1) / parts;
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t row = tile_start(rows, tiles, i);
+      f(int(item / parts), row, int(tile_start(rows, tiles, i + 1) - row));
+    }
+  });
+}
+
+// The panel of a linear's outputs: which weight, which panel of it, and its first output.
+struct Place {
+  const Weight* weight;
+  int panel, first, columns;
+};
+
+Place place(const Linear& linear, int panel) {
+  int i = 0, first = 0;
+  for (; panel >= linear.weights[i].panels(); ++i) {
+    panel -= linear.weights[i].panels();
+    first += linear.weights[i].n;
+  }
+  const Weight& w = linear.weights[i];
+  return {&w, panel, first + panel * kPanel, std::min(kPanel, w.n - panel * kPanel)};
+}
+
+void add_bias(const float* bias, const Place& at, int m, float* c) {
+  if (!bias) return;
+  for (int i = 0; i < m; ++i)
+    for (int j = 0; j < at.columns; ++j) c[i * kPanel + j] += bias[at.first + j];
+}
+
+}  // namespace
+
+Input Forms::make(int64_t rows) {
+  Input in;
+  in.stride = stride_;
+  const int64_t size = rows * stride_;
+  if (has_f32_) in.f32 = grow(f32_, size);
+  if (has_b16_) in.b16 = grow(b16_, size);
+  if (has_q8_) {
+    in.q8 = grow(q8_, size);
+    in.scale = grow(scale_, size / kBlock);
+    in.sums = grow(sums_, size / kBlock * 2);
+  }
+  return in;
+}
+
+Model::Model(const Sizes& sizes) : s_(sizes), layers_(sizes.layer, sizes.layer + sizes.layers) {
+  for (const Layer& layer : layers_) {
+    normed_forms_.require(layer.qkv);
+    normed_forms_.require(layer.gate_up);
+    context_forms_.require(layer.o);
+    inner_forms_.require(layer.down);
+  }
+  last_forms_.require(s_.head);
+}
+
+void Model::forward(Pool& pool, const Step& step) {
+  plan(step);
+  const int64_t rows = num_tokens();
+  const int group = s_.q_heads / s_.kv_heads, most = std::max(kQueryRows, group);
+  grow(x_, rows * s_.hidden);
+  grow(qkv_, rows * (s_.q_heads + 2 * s_.kv_heads) * s_.dim);
+  grow(attended_, rows * s_.q_heads * s_.dim);
+  normed_ = normed_forms_.make(rows);
+  context_ = context_forms_.make(rows);
+  inner_ = inner_forms_.make(rows);
+  const bool wide = Type(s_.compute) == Type::F32;
+  while (wide && int(attention_f32_.size()) < pool.size())
+    attention_f32_.push_back(std::make_unique<Attention<float>>(s_.dim, group, most));
+  while (!wide && int(attention_bf16_.size()) < pool.size())
+    attention_bf16_.push_back(std::make_unique<Attention<bf16>>(s_.dim, group, most));
+  pool.run([&](Team& team) {
+    if (wide) run(team, *attention_f32_[team.id()]);
+    else run(team, *attention_bf16_[team.id()]);
+  });
+}
+
+// The tokens, and what of their attention is computed at once: the longest first.
+void Model::plan(const Step& step) {
+  step_ = step;
+  tokens_.clear();
+  items_.clear();
+  const int64_t most = std::max(1, kQueryRows / (s_.q_heads / s_.kv_heads));
+  for (int64_t r = 0; r < step.count; ++r) {
+    const int64_t first = num_tokens(), cached = step.cached[r], n = step.lengths[r] - cached;
+    for (int64_t i = 0; i < n; ++i) tokens_.push_back({r, cached + i});
+    for (int64_t end = n; end > 0; end -= std::min(most, end)) {
+      const int64_t count = std::min(most, end), start = end - count;
+      for (int head = 0; head < s_.kv_heads; ++head)
+        items_.push_back({r, first + start, cached + start, int(count), head});
+    }
+  }
+}
+
+template <class E>
+void Model::run(Team& team, Attention<E>& attention) {
+  embed(team);
+  team.wait();
+  for (const Layer& layer : layers_) {
+    normalize(team, layer.input_norm);
+    team.wait();
+    multiply(team, layer.qkv, normed_, qkv_.data(), false);
+    team.wait();
+    rotate_and_store(team, layer);
+    team.wait();
+    attend(team, layer, attention);
+    team.wait();
+    multiply(team, layer.o, context_, x_.data(), true);
+    team.wait();
+    normalize(team, layer.post_norm);
+    team.wait();
+    gate(team, layer.gate_up);
+    team.wait();
+    multiply(team, layer.down, inner_, x_.data(), true);
+    team.wait();
+  }
+}
+
+void Model::embed(Team& team) {
+  team.split(num_tokens(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Token& t = tokens_[i];
+      const int32_t id = step_.tokens[step_.rows[t.request] * step_.token_stride + t.position];
+      unpack_row(s_.embedding, id, x_.data() + i * s_.hidden);
+    }
+  });
+}
+
+void Model::normalize(Team& team, const float* weight) {
+  team.split(num_tokens(), [&](int64_t begin, int64_t end) {
+    std::vector<float> row(s_.hidden);
+    for (int64_t i = begin; i < end; ++i) {
+      rmsnorm(x_.data() + i * s_.hidden, weight, s_.eps, s_.hidden, row.data());
+      put_row(normed_, i, row.data(), s_.hidden);
+    }
+  });
+}
+
+void Model::multiply(Team& team, const Linear& linear, const Input& x, float* out, bool add) {
+  const int64_t stride = linear.outputs();
+  for_panels(team, linear.panels(), num_tokens(), [&](int panel, int64_t row, int m) {
+    const Place at = place(linear, panel);
+    float c[kRows * kPanel];
+    multiply_tile(*at.weight, at.panel, x, row, m, c);
+    add_bias(linear.bias, at, m, c);
+    for (int i = 0; i < m; ++i) {
+      float* to = out + (row + i) * stride + at.first;
+      const float* from = c + i * kPanel;
+      if (add) {
+        for (int j = 0; j < at.columns; ++j) to[j] += from[j];
+      } else {
+        std::copy(from, from + at.columns, to);
+      }
+    }
+  });
+}
+
+void Model::gate(Team& team, const Linear& gate_up) {
+  const Weight &gate = gate_up.weights[0], &up = gate_up.weights[1];
+  for_panels(team, gate.panels(), num_tokens(), [&](int panel, int64_t row, int m) {
+    const Place left = place(gate_up, panel), right = place(gate_up, gate.panels() + panel);
+    float a[kRows * kPanel], b[kRows * kPanel];
+    multiply_tile(gate, panel, normed_, row, m, a);
+    multiply_tile(up, panel, normed_, row, m, b);
+    add_bias(gate_up.bias, left, m, a);
+    add_bias(gate_up.bias, right, m, b);
+    for (int i = 0; i < m; ++i) {  // a panel's outputs beyond the last are zero, and stay so
+      act_and_mul(Act(s_.act), a + i * kPanel, b + i * kPanel, a + i * kPanel);
+      put_block(inner_, row + i, panel, a + i * kPanel);
+    }
+  });
+}
+
+void Model::rotate_and_store(Team& team, const Layer& layer) {
+  const int q_size = s_.q_heads * s_.dim, kv_size = s_.kv_heads * s_.dim;
+  const KVType type = KVType(s_.kv_type);
+  team.split(num_tokens(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Token& t = tokens_[i];
+      float* row = qkv_.data() + i * (q_size + 2 * kv_size);
+      for (int h = 0; h < s_.q_heads + s_.kv_heads; ++h) {
+        float* head = row + h * s_.dim;
+        const float* norm = h < s_.q_heads ? layer.q_norm : layer.k_norm;
+        if (norm) rmsnorm(head, norm, s_.eps, s_.dim, head);
+        rope(head, s_.rope + t.position * s_.rotary, s_.rotary);
+      }
+      const int32_t* pages = step_.pages + step_.rows[t.request] * step_.page_stride;
+      const int64_t page = pages[t.position / s_.page_size];
+      const int64_t slot = page * s_.page_size + t.position % s_.page_size;
+      for (int h = 0; h < s_.kv_heads; ++h) {
+        const int64_t at = slot * s_.kv_heads + h;
+        const float* key = row + q_size + h * s_.dim;
+        store_kv(type, layer.keys, layer.key_scales, at, key, s_.dim);
+        store_kv(type, layer.values, layer.value_scales, at, key + kv_size, s_.dim);
+      }
+    }
+  });
+}
+
+template <class E>
+void Model::attend(Team& team, const Layer& layer, Attention<E>& attention) {
+  const int group = s_.q_heads / s_.kv_heads, width = s_.q_heads * s_.dim;
+  const int64_t stride = width + 2 * s_.kv_heads * s_.dim;
+  const KVLayer kv{KVType(s_.kv_type), s_.kv_heads, s_.dim, s_.page_size, layer.keys, layer.values,
+                   layer.key_scales, layer.value_scales};
+  const bool aligned = s_.dim % kBlock == 0;
+  team.share(int64_t(items_.size()), [&](int64_t i) {
+    const AttentionItem& item = items_[i];
+    const int32_t* pages = step_.pages + step_.rows[item.request] * step_.page_stride;
+    const int64_t column = int64_t(item.head) * group * s_.dim;
+    attention.run(kv, {pages, item.head, item.position, item.tokens, layer.window,
+                       qkv_.data() + item.token * stride + column, stride, s_.attention_scale});
+    for (int r = 0; r < item.tokens * group; ++r) {
+      const float* head = attention.out() + r * attention.wide();
+      const int64_t row = item.token + r / group, at = column + r % group * s_.dim;
+      for (int d = 0; aligned && d < s_.dim; d += kBlock)
+        put_block(context_, row, (at + d) / kBlock, head + d);
+      if (!aligned) std::copy(head, head + s_.dim, attended_.data() + row * width + at);
+    }
+  });
+  if (aligned) return;
+  team.wait();  // a block of 32 has several heads
+  team.split(num_tokens(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) put_row(context_, i, attended_.data() + i * width, width);
+  });
+}
+
+void Model::project(Pool& pool, const int64_t* rows, int64_t count, float* logits, int64_t stride,
+                    int64_t* best) {
+  const Input last = last_forms_.make(count);
+  const Linear& head = s_.head;
+  best_.assign(pool.size(), std::vector<Best>(best ? count : 0, {-INFINITY, 0}));
+  pool.run([&](Team& team) {
+    team.split(count, [&](int64_t begin, int64_t end) {
+      std::vector<float> row(s_.hidden);
+      for (int64_t i = begin; i < end; ++i) {
+        rmsnorm(x_.data() + rows[i] * s_.hidden, s_.final_norm, s_.eps, s_.hidden, row.data());
+        put_row(last, i, row.data(), s_.hidden);
+      }
+    });
+    team.wait();
+    auto& mine = best_[team.id()];
+    for_panels(team, head.panels(), count, [&](int panel, int64_t row, int m) {
+      const Place at = place(head, panel);
+      float c[kRows * kPanel];
+      multiply_tile(*at.weight, at.panel, last, row, m, c);
+      add_bias(head.bias, at, m, c);
+      for (int i = 0; i < m; ++i) {
+        const float* from = c + i * kPanel;
+        if (logits) std::copy(from, from + at.columns, logits + (row + i) * stride + at.first);
+        if (!best) continue;
+        Best& b = mine[row + i];
+        for (int j = 0; j < at.columns; ++j) {
+          const int64_t id = at.first + j;
+          if (from[j] > b.value || (from[j] == b.value && id < b.id)) b = {from[j], id};
+        }
+      }
+    });
+  });
+  for (int64_t i = 0; best && i < count; ++i) {
+    Best b = best_[0][i];
+    for (const auto& other : best_)
+      if (other[i].value > b.value || (other[i].value == b.value && other[i].id < b.id)) b = other[i];
+    best[i] = b.id;
+  }
+}
+
+}  // namespace minisgl

@@ -1,0 +1,143 @@
+// The forward of a whole decoder as one function that every thread runs.
+//
+//   x = embedding                                       a row a token, float32
+//   for each layer:
+//     n = norm(x)                                       in the forms that the weights multiply
+//     qkv = n Wqkv + b          | wait after each line: the next one reads what others wrote
+//     norm, RoPE, store k and v
+//     a = attention             -> o projection's input
+//     x += a Wo + b
+//     n = norm(x)
+//     h = act(n Wgate) * (n Wup)
+//     x += h Wdown + b
+//   logits = norm(x[rows]) Whead                        `project`, for the rows that are asked for
+//
+// The residual stream and all sums are float32; only what is multiplied is rounded, to the
+// weights' type (bf16) or to 8 bits with a scale for each 32 values of a row (quantized weights).
+#pragma once
+
+#include <memory>
+
+#include "attention.h"
+#include "pack.h"
+#include "pool.h"
+
+namespace minisgl {
+
+// Plain structs, filled by the Python side through ctypes; pointers are never owned.
+struct Linear {
+  int count;  // weights one after another in the outputs (q, k, v); all share the input
+  Weight weights[3];
+  const float* bias;  // of all outputs, or null
+
+  int outputs() const {
+    int n = 0;
+    for (int i = 0; i < count; ++i) n += weights[i].n;
+    return n;
+  }
+  int panels() const {
+    int n = 0;
+    for (int i = 0; i < count; ++i) n += weights[i].panels();
+    return n;
+  }
+};
+
+struct Layer {
+  const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
+  Linear qkv, o, gate_up, down;
+  int64_t window;  // 0: none
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;
+};
+
+struct Sizes {
+  int layers, hidden, inner, q_heads, kv_heads, dim, rotary, act, kv_type, page_size, compute, deterministic;
+  float eps, attention_scale;
+  const float *rope, *final_norm;  // rope: [positions, rotary]
+  Weight embedding;
+  Linear head;
+  const Layer* layer;
+};
+
+// One step's requests: tokens [cached, length) of each are computed, one request after another.
+struct Step {
+  int64_t count;
+  const int64_t *rows, *cached, *lengths;
+  const int32_t* tokens;  // [rows][token_stride]
+  int64_t token_stride;
+  const int32_t* pages;  // [rows][page_stride]
+  int64_t page_stride;
+};
+
+// Memory of an input, for the most rows so far, in every form that one of its weights multiplies.
+class Forms {
+ public:
+  void require(const Linear& linear) {
+    stride_ = round_up(linear.weights[0].k, kBlock);
+    for (int i = 0; i < linear.count; ++i) {
+      const Type type = linear.weights[i].type;
+      (type == Type::F32 ? has_f32_ : type == Type::BF16 ? has_b16_ : has_q8_) = true;
+    }
+  }
+
+  Input make(int64_t rows);
+
+ private:
+  int64_t stride_ = 0;
+  bool has_f32_ = false, has_b16_ = false, has_q8_ = false;
+  std::vector<float> f32_, scale_;
+  std::vector<bf16> b16_;
+  std::vector<int8_t> q8_;
+  std::vector<int32_t> sums_;
+};
+
+class Model {
+ public:
+  explicit Model(const Sizes& sizes);
+
+  void forward(Pool& pool, const Step& step);
+
+  // Rows of the last forward to logits [count][stride]; `logits` or `best` [count] may be null.
+  void project(Pool& pool, const int64_t* rows, int64_t count, float* logits, int64_t stride,
+               int64_t* best);
+
+ private:
+  struct Token {
+    int64_t request, position;
+  };
+  struct AttentionItem {
+    int64_t request, token, position;  // token: its row in the batch
+    int tokens, head;
+  };
+  struct Best {
+    float value;
+    int64_t id;
+  };
+
+  void plan(const Step& step);
+  template <class E>
+  void run(Team& team, Attention<E>& attention);
+  void embed(Team& team);
+  void normalize(Team& team, const float* weight);
+  void rotate_and_store(Team& team, const Layer& layer);
+  template <class E>
+  void attend(Team& team, const Layer& layer, Attention<E>& attention);
+  void gate(Team& team, const Linear& gate_up);
+  // out[row][output] = (add ? itself : 0) + product + bias, for all tokens
+  void multiply(Team& team, const Linear& linear, const Input& x, float* out, bool add);
+  int64_t num_tokens() const { return int64_t(tokens_.size()); }
+
+  const Sizes s_;
+  const std::vector<Layer> layers_;
+  Step step_;
+  std::vector<Token> tokens_;
+  std::vector<AttentionItem> items_;
+  std::vector<float> x_, qkv_, attended_;
+  Forms normed_forms_, context_forms_, inner_forms_, last_forms_;
+  Input normed_, context_, inner_;
+  std::vector<std::vector<Best>> best_;  // of each thread
+  std::vector<std::unique_ptr<Attention<bf16>>> attention_bf16_;  // one for each thread
+  std::vector<std::unique_ptr<Attention<float>>> attention_f32_;
+};
+
+}  // namespace minisgl

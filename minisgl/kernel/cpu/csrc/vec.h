@@ -1,0 +1,226 @@
+// Sixteen lanes at a time: the few vector operations that every kernel here is written with.
+//
+// The types are the compiler's own vectors, so +, -, * and comparisons work on any CPU; what has
+// an instruction of its own on AVX-512 is written with it, and plainly otherwise. `bf16` and `f16`
+// are kept as their 16 bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace minisgl {
+
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+
+using bf16 = uint16_t;
+using f16 = uint16_t;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define MINISGL_AVX512 1
+#endif
+#if defined(MINISGL_AVX512) && defined(__AVX512BF16__)
+#define MINISGL_DOT_BF16 1
+#endif
+#if defined(MINISGL_AVX512) && defined(__AVX512VNNI__)
+#define MINISGL_DOT_INT8 1
+#endif
+
+template <class V>
+inline V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+inline F32x16 load(const float* p) { return load_as<F32x16>(p); }
+inline void store(float* p, F32x16 v) { std::memcpy(p, &v, sizeof v); }
+inline F32x16 splat(float x) { return x - F32x16{}; }
+inline I32x16 splat(int32_t x) { return x - I32x16{}; }
+inline U32x16 splat(uint32_t x) { return x - U32x16{}; }
+
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline F32x16 max(F32x16 a, F32x16 b) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline F32x16 to_f32(I32x16 v) { return __builtin_convertvector(v, F32x16); }
+
+inline float sum(F32x16 v) {
+#ifdef MINISGL_AVX512
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float total = 0;
+  for (int i = 0; i < 16; ++i) total += v[i];
+  return total;
+#endif
+}
+
+inline float largest(F32x16 v) {
+#ifdef MINISGL_AVX512
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float best = v[0];
+  for (int i = 1; i < 16; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+
+inline F32x16 abs(F32x16 v) { return (F32x16)((U32x16)v & splat(0x7fffffffu)); }
+
+// -- sixteen-bit floats -------------------------------------------------------------------
+
+inline float bf16_to_f32(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline bf16 f32_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline F32x16 load_bf16(const bf16* p) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+  F32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = bf16_to_f32(p[i]);
+  return v;
+#endif
+}
+
+inline void store_bf16(bf16* p, F32x16 v) {
+#ifdef MINISGL_DOT_BF16
+  __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &half, 32);
+#else
+  for (int i = 0; i < 16; ++i) p[i] = f32_to_bf16(v[i]);
+#endif
+}
+
+inline float f16_to_f32(f16 x) {
+  const uint32_t sign = uint32_t(x & 0x8000) << 16, exponent = (x >> 10) & 31, fraction = x & 1023;
+  float y;
+  if (exponent == 0) {  // zero and the subnormals, which are multiples of 2^-24
+    y = float(fraction) * 0x1p-24f;
+    return sign ? -y : y;
+  }
+  uint32_t bits = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline F32x16 load_f16(const f16* p) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  F32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = f16_to_f32(p[i]);
+  return v;
+#endif
+}
+
+inline F32x16 load_u8(const uint8_t* p) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  F32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+inline F32x16 load_i8(const int8_t* p) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  F32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+// Rounded to the nearest integer; the values must lie within -128 .. 127.
+inline void store_i8(int8_t* p, F32x16 v) {
+#ifdef MINISGL_AVX512
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+#else
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(std::nearbyintf(v[i]));
+#endif
+}
+
+// -- dot products -------------------------------------------------------------------------
+
+// acc[i] += w[2i] * x[0] + w[2i+1] * x[1] for bf16 pairs.
+inline F32x16 dot_bf16(F32x16 acc, U32x16 w, uint32_t x) {
+#ifdef MINISGL_DOT_BF16
+  return (F32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(x)));
+#else
+  const F32x16 low = (F32x16)(w << 16), high = (F32x16)(w & splat(0xffff0000u));
+  acc = fma(high, splat(bf16_to_f32(bf16(x >> 16))), acc);
+  return fma(low, splat(bf16_to_f32(bf16(x))), acc);
+#endif
+}
+
+// acc[i] += sum over j of unsigned w[4i+j] * signed x[j], in 32-bit integers.
+inline I32x16 dot_int8(I32x16 acc, U32x16 w, uint32_t x) {
+#ifdef MINISGL_DOT_INT8
+  return (I32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int(x)));
+#else
+  for (int j = 0; j < 4; ++j)
+    acc += (I32x16)((w >> (8 * j)) & splat(255u)) * splat(int32_t(int8_t(x >> (8 * j))));
+  return acc;
+#endif
+}
+
+// -- exp ----------------------------------------------------------------------------------
+
+// e^x to about 2 units in the last place, 0 below -87.3; x must not be NaN nor above 88.
+inline F32x16 exp(F32x16 x) {
+  const F32x16 tiny = splat(-87.3f);
+  const auto below = x < tiny;
+  x = max(x, tiny);
+#ifdef MINISGL_AVX512
+  const F32x16 n = (F32x16)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
+#else
+  const F32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const F32x16 n = (x * 1.44269504f + shift) - shift;
+#endif
+  F32x16 r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts, the first exact
+  r = fma(n, splat(2.12194440e-4f), r);
+  F32x16 p = splat(1.0f / 720);
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  const I32x16 power = (__builtin_convertvector(n, I32x16) + 127) << 23;
+  const F32x16 y = p * (F32x16)power;
+  return (F32x16)((I32x16)y & ~(I32x16)below);
+}
+
+}  // namespace minisgl
