@@ -12,17 +12,18 @@ they can't quite be reached; kernels that multiply in fewer bits than torch's ca
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
+from minisgl.utils.hf import resolve_model_path
 
 from .limits import attention_flops, gemm_rate, head_flops, read_bandwidth, token_flops
 from .offline import Run, machine_figures, median_run, run_jobs, weights_read_bytes
@@ -42,19 +43,24 @@ _STARTS = 3
 def bench_cpu_suite(model: str, config: EngineConfig, *, repeats: int) -> dict[str, Any]:
     """Run all four `repeats` times after a warm-up and measure the machine's limits.
 
-    Where native kernels run, another engine with --deterministic does the same, for its price.
-    Raises `ConfigError` off the CPU, and for a model whose context is too short.
+    Where native kernels run, a second engine with --deterministic does the same, run by run, for
+    its price. Raises `ConfigError` off the CPU, and for a model whose context is too short.
     """
     if repeats < 1:
         raise ConfigError(f"--repeats = {repeats} must be at least 1")
+    resolve_model_path(model)  # raises where there is none, before a process is started for it
     start_s = first_token_s(model, config)  # first: nothing else is in memory yet
-    with LLM(model, **vars(config)) as llm:
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(model, **vars(config)))
         resolved = llm.engine.config
         if resolved.device.type != "cpu":
             raise ConfigError(f"--suite cpu measures the CPU, not {resolved.device}: --device cpu")
         limits = _Limits(llm)
-        rows = [_row(name, *of, limits) for name, of in _run_all(llm, repeats).items()]
-        results = {
+        engines = [llm]
+        if resolved.native and not resolved.deterministic:
+            slower = {**vars(config), "deterministic": True}
+            engines.append(stack.enter_context(LLM(model, **slower)))
+        return {
             "benchmark": "suite cpu",
             "model": model,
             **machine_figures(llm),
@@ -67,14 +73,8 @@ def bench_cpu_suite(model: str, config: EngineConfig, *, repeats: int) -> dict[s
             "read_gb_per_s": round(limits.bandwidth / 1e9, 1),
             "gemm_gflop_per_s": round(limits.gemm_rate / 1e9),
             "first_token_s": round(start_s, 2),
-            "rows": rows,
+            "rows": _rows(engines, limits, repeats),
         }
-    if resolved.native and not resolved.deterministic:
-        with LLM(model, **{**vars(config), "deterministic": True}) as llm:
-            runs = _run_all(llm, repeats)
-        for row in rows:
-            row["deterministic"] = round(_figure(row["workload"], *runs[row["workload"]]), 2)
-    return results
 
 
 def first_token_s(model: str, config: EngineConfig) -> float:
@@ -87,13 +87,13 @@ def first_token_s(model: str, config: EngineConfig) -> float:
     seconds = []
     for _ in range(_STARTS + 1):
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.read(1)
             seconds.append(time.perf_counter() - start)
-            process.communicate()
+            _, said = process.communicate()
         if process.returncode != 0:
-            raise ConfigError(f"{' '.join(command)} failed (exit status {process.returncode})")
+            raise ConfigError(f"{' '.join(command)}: {said.decode(errors='replace').strip()}")
     return statistics.median(seconds[1:])
 
 
@@ -145,23 +145,31 @@ class _Limits:
         return seconds
 
 
-def _run_all(llm: LLM, repeats: int) -> dict[str, tuple[list[Job], Run]]:
-    """The jobs of each workload, and the median of its runs, all workloads in turn."""
-    vocab_size = llm.engine.model_config.vocab_size
-    loads = {name: make_workload(name, vocab_size) for name in ROWS}
+def _rows(engines: list[LLM], limits: _Limits, repeats: int) -> list[dict[str, Any]]:
+    """All workloads on all engines in turn; the first is held against the limits."""
+    first = engines[0]
+    loads = {name: make_workload(name, limits.model.vocab_size) for name in ROWS}
     longest = max(len(job.prompt) + job.output_len for jobs in loads.values() for job in jobs)
-    if longest > llm.max_model_len:
+    if longest > first.max_model_len:
         raise ConfigError(
             f"--suite cpu has sequences of {longest} tokens; this model runs up to "
-            f"{llm.max_model_len} here (--max-model-len)"
+            f"{first.max_model_len} here (--max-model-len)"
         )
-    for jobs in loads.values():
-        run_jobs(llm, [Job(job.prompt[:32], 4) for job in jobs])
-    runs: dict[str, list[Run]] = {name: [] for name in loads}
+    for llm in engines:
+        for jobs in loads.values():
+            run_jobs(llm, [Job(job.prompt[:32], 4) for job in jobs])
+    runs: dict[str, list[list[Run]]] = {name: [] for name in loads}
     for _ in range(repeats):
         for name, jobs in loads.items():
-            runs[name].append(run_jobs(llm, jobs))
-    return {name: (loads[name], median_run(found)) for name, found in runs.items()}
+            runs[name].append([run_jobs(llm, jobs) for llm in engines])
+    rows = []
+    for name, jobs in loads.items():
+        run, *others = [median_run(list(found)) for found in zip(*runs[name], strict=True)]
+        row = _row(name, jobs, run, limits)
+        for other in others:
+            row["deterministic"] = round(_figure(name, jobs, other), 2)
+        rows.append(row)
+    return rows
 
 
 def _row(name: str, jobs: list[Job], run: Run, limits: _Limits) -> dict[str, Any]:

@@ -18,8 +18,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(data).view(dtype).view(shape)
+    import mmap
+    m = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    import os
+    if os.environ.get("HP","1")=="1": m.madvise(mmap.MADV_HUGEPAGE)
+    else: m.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(m, dtype=torch.uint8).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Attention {
         queries_(rows * wide_),
         keys_(detail::kKeys * wide_),
         values_(detail::kKeys * wide_),
-        staged_(2 * detail::kKeys * wide_),
+        staged_((2 * detail::kKeys + 1) * wide_),
         p_(kRows * detail::kKeys),
         acc_(rows * wide_),
         top_(rows),
@@ -123,35 +123,48 @@ class Attention {
 
   struct Item {
     const int32_t* pages;  // of the request
-    int head;              // KV head
+    int head, heads;       // KV heads [head, head + heads)
     int64_t position;      // of the first token
     int tokens;
     int64_t window;        // 0: all keys
-    const float* q;        // the first token's first query head of the group, after RoPE
+    const float* q;        // the first token's first query head of the first group, after RoPE
     int64_t q_stride;      // floats from token to token
     float scale;
   };
 
-  // Row t * group + g of the result is `out() + row * wide()`, head g of the group of token t.
+  // Row (h * tokens + t) * group + g of the result, at `out() + row * wide()`, is head g of the
+  // group of KV head h, of token t.
   void run(const KVLayer& kv, const Item& item) {
-    const int rows = item.tokens * group_;
-    for (int t = 0; t < item.tokens; ++t)
-      for (int g = 0; g < group_; ++g)
-        put_query(item.q + t * item.q_stride + g * dim_, queries_.data() + (t * group_ + g) * wide_);
-    std::fill(acc_.begin(), acc_.begin() + rows * wide_, 0.0f);
-    std::fill(top_.begin(), top_.begin() + rows, kNone);
-    std::fill(total_.begin(), total_.begin() + rows, 0.0f);
+    const int rows = item.tokens * group_, all = item.heads * rows;
+    for (int h = 0; h < item.heads; ++h)
+      for (int t = 0; t < item.tokens; ++t)
+        for (int g = 0; g < group_; ++g)
+          put_query(item.q + t * item.q_stride + (h * group_ + g) * dim_,
+                    queries_.data() + (h * rows + t * group_ + g) * wide_);
+    std::fill(acc_.begin(), acc_.begin() + all * wide_, 0.0f);
+    std::fill(top_.begin(), top_.begin() + all, kNone);
+    std::fill(total_.begin(), total_.begin() + all, 0.0f);
     const int64_t end = item.position + item.tokens;
     const int64_t first = item.window ? std::max<int64_t>(0, item.position + 1 - item.window) : 0;
-    for (int64_t key = first / detail::kKeys * detail::kKeys; key < end; key += detail::kKeys) {
-      bring(kv, item, key, std::min(end, key + detail::kKeys));
-      const int tiles = (rows + kRows - 1) / kRows;
-      for (int i = 0; i < tiles; ++i) {
-        const int row = int(tile_start(rows, tiles, i));
-        attend(item, key, row, int(tile_start(rows, tiles, i + 1)) - row);
+    int64_t slots[detail::kKeys], next[detail::kKeys];
+    int64_t key = first / detail::kKeys * detail::kKeys;
+    int count = find(kv, item, key, end, slots);
+    while (count) {
+      const int64_t after = key + detail::kKeys;
+      const int following = find(kv, item, after, end, next);
+      for (int h = 0; h < item.heads; ++h) {
+        bring(kv, item.head + h, slots, count, next, following);
+        const int tiles = (rows + kRows - 1) / kRows;
+        for (int i = 0; i < tiles; ++i) {
+          const int row = int(tile_start(rows, tiles, i)), m = int(tile_start(rows, tiles, i + 1)) - row;
+          if (item.position + (row + m - 1) / group_ >= key) attend(item, key, h * rows, row, m);
+        }
       }
+      std::copy(next, next + following, slots);
+      count = following;
+      key = after;
     }
-    for (int row = 0; row < rows; ++row) {
+    for (int row = 0; row < all; ++row) {
       const float inverse = 1.0f / total_[row];
       float* out = acc_.data() + row * wide_;
       for (int i = 0; i < wide_; i += 16) store(out + i, load(out + i) * inverse);
@@ -162,7 +175,7 @@ class Attention {
   int wide() const { return wide_; }
 
  private:
-  static constexpr float kNone = -1e30f;  // below every score, and exp of differences to it is 0
+  static constexpr float kNone = -1e30f;  // below every score
   static constexpr bool kBf16 = sizeof(E) == 2;
   static constexpr Type kType = kBf16 ? Type::BF16 : Type::F32;
 
@@ -175,25 +188,50 @@ class Attention {
   }
 
   void put_query(const float* q, E* out) {
-    for (int i = 0; i < wide_; ++i) {
+    int i = 0;
+    for (; i + 16 <= dim_; i += 16) {
+      if constexpr (kBf16) store_bf16(out + i, load(q + i));
+      else store(out + i, load(q + i));
+    }
+    for (; i < wide_; ++i) {
       const float value = i < dim_ ? q[i] : 0.0f;
       if constexpr (kBf16) out[i] = f32_to_bf16(value);
       else out[i] = value;
     }
   }
 
+  // The slots of the keys [key, key + 64) that are there; returns how many.
+  int find(const KVLayer& kv, const Item& item, int64_t key, int64_t end, int64_t* slots) {
+    const int count = int(std::max<int64_t>(0, std::min<int64_t>(detail::kKeys, end - key)));
+    if (!count) return 0;
+    int64_t page = key / kv.page_size, in_page = key % kv.page_size;
+    for (int i = 0; i < count; ++page, in_page = 0) {
+      const int64_t slot = int64_t(item.pages[page]) * kv.page_size;
+      for (; in_page < kv.page_size && i < count; ++in_page) slots[i++] = slot + in_page;
+    }
+    return count;
+  }
+
   // Where a head of a token is, as E: in the pool itself, or converted to `room`.
-  const E* row_of(const KVLayer& kv, const uint8_t* cache, const float* scales, int64_t slot, int head,
-                  E* room) {
-    const int64_t at = slot * kv.heads + head;
+  const E* row_of(const KVLayer& kv, const uint8_t* cache, const float* scales, int64_t at, E* room) {
     const uint8_t* data = cache + at * dim_ * kv_bytes(kv.type);
     if (kv.type == KVType::F32 && !kBf16 && wide_ == dim_) return (const E*)data;
     if (kv.type == KVType::BF16 && kBf16 && wide_ == dim_) return (const E*)data;
-    for (int i = 0; i < dim_; ++i) {
+    const float scale = kv.type == KVType::I8 ? scales[at] : 1.0f;
+    int i = 0;
+    for (; i + 16 <= dim_; i += 16) {
+      F32x16 value;
+      if (kv.type == KVType::F32) value = load((const float*)data + i);
+      else if (kv.type == KVType::BF16) value = load_bf16((const bf16*)data + i);
+      else value = load_i8((const int8_t*)data + i) * scale;
+      if constexpr (kBf16) store_bf16(room + i, value);
+      else store(room + i, value);
+    }
+    for (; i < dim_; ++i) {
       float value;
       if (kv.type == KVType::F32) value = ((const float*)data)[i];
       else if (kv.type == KVType::BF16) value = bf16_to_f32(((const bf16*)data)[i]);
-      else value = float(((const int8_t*)data)[i]) * scales[at];
+      else value = float(((const int8_t*)data)[i]) * scale;
       if constexpr (kBf16) room[i] = f32_to_bf16(value);
       else room[i] = value;
     }
@@ -201,22 +239,28 @@ class Attention {
     return room;
   }
 
-  // The keys and values [key, end) of the item's head as panels; zeros up to 64.
-  void bring(const KVLayer& kv, const Item& item, int64_t key, int64_t end) {
+  // The keys and values of one head in these slots as panels, zeros up to 64; those of the next
+  // slots are fetched from memory meanwhile.
+  void bring(const KVLayer& kv, int head, const int64_t* slots, int count, const int64_t* next,
+             int following) {
     const E *keys[detail::kKeys], *values[detail::kKeys];
     E* room = staged_.data();
-    for (int i = 0; i < detail::kKeys; ++i) {
-      if (key + i >= end) {
-        std::fill(room, room + wide_, E(0));
-        keys[i] = values[i] = room;
-        continue;  // all the missing ones share these zeros
+    const int64_t row_bytes = dim_ * kv_bytes(kv.type);
+    for (int i = 0; i < count; ++i) {
+      const int64_t at = slots[i] * kv.heads + head;
+      keys[i] = row_of(kv, kv.keys, kv.key_scales, at, room);
+      values[i] = row_of(kv, kv.values, kv.value_scales, at, room + wide_);
+      if (keys[i] == room) room += 2 * wide_;
+      if (i < following) {
+        const int64_t ahead = (next[i] * kv.heads + head) * row_bytes;
+        for (int64_t b = 0; b < row_bytes; b += 64) {
+          __builtin_prefetch(kv.keys + ahead + b);
+          __builtin_prefetch(kv.values + ahead + b);
+        }
       }
-      const int64_t at = key + i, page = item.pages[at / kv.page_size];
-      const int64_t slot = page * kv.page_size + at % kv.page_size;
-      keys[i] = row_of(kv, kv.keys, kv.key_scales, slot, item.head, room);
-      values[i] = row_of(kv, kv.values, kv.value_scales, slot, item.head, room + wide_);
-      if (keys[i] == room || values[i] == room + wide_) room += 2 * wide_;
     }
+    std::fill(room, room + wide_, E(0));
+    for (int i = count; i < detail::kKeys; ++i) keys[i] = values[i] = room;
     constexpr int kWord = 4 / sizeof(E);  // values of a head in 32 bits
     for (int i = 0; i < detail::kKeys; i += 16) {
       uint32_t* panel = (uint32_t*)keys_.data() + i / kPanel * (wide_ / kWord) * kPanel + i % kPanel;
@@ -238,55 +282,62 @@ class Attention {
     }
   }
 
-  // Add the block of keys that begins at `key` to rows [row, row + m).
-  void attend(const Item& item, int64_t key, int row, int m) {
+  // Add the block of keys that begins at `key` to rows [row, row + m) of the head whose rows
+  // begin at `base`.
+  void attend(const Item& item, int64_t key, int base, int row, int m) {
     float scores[2][kRows * kPanel], c[kRows * kPanel], fix[kRows];
     const Input q = input(queries_.data(), wide_);
     for (int half = 0; half < 2; ++half) {
       const uint8_t* panel = (const uint8_t*)(keys_.data() + half * kPanel * wide_);
-      detail::kTiles[int(kType)][m - 1](panel, wide_, q, row, scores[half]);
+      detail::kTiles[int(kType)][m - 1](panel, wide_, q, base + row, scores[half]);
     }
     for (int i = 0; i < m; ++i) {
       const int64_t own = item.position + (row + i) / group_;
       const int64_t first = item.window ? own + 1 - item.window : 0;
       fix[i] = soften(scores, i, int(std::max<int64_t>(0, first - key)),
-                      int(std::min<int64_t>(detail::kKeys, own + 1 - key)), item.scale, row + i);
+                      int(std::min<int64_t>(detail::kKeys, own + 1 - key)), item.scale * kLog2E,
+                      base + row + i);
     }
     const Input p = input(p_.data(), detail::kKeys);
     for (int d = 0; d < wide_; d += kPanel) {
       detail::kTiles[int(kType)][m - 1]((const uint8_t*)(values_.data() + d * detail::kKeys),
                                         detail::kKeys, p, 0, c);
       for (int i = 0; i < m; ++i) {
-        float* out = acc_.data() + (row + i) * wide_ + d;
+        float* out = acc_.data() + (base + row + i) * wide_ + d;
         store(out, fma(load(out), splat(fix[i]), load(c + i * kPanel)));
         store(out + 16, fma(load(out + 16), splat(fix[i]), load(c + i * kPanel + 16)));
       }
     }
   }
 
-  // Scores of one row to p; only keys [from, to) of the block count. Returns what the sums so far
-  // are to be multiplied by.
+  // Scores of one row, times `scale` as powers of 2, to p; only keys [from, to) of the block
+  // count. Returns what the row's sums so far are to be multiplied by.
   float soften(const float (*scores)[kRows * kPanel], int i, int from, int to, float scale, int row) {
     static constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static constexpr int kDegree = kBf16 ? 4 : 6;
+    const bool every = from <= 0 && to >= detail::kKeys;
     F32x16 s[4], best = splat(kNone);
     I32x16 seen[4];
     for (int j = 0; j < 4; ++j) {
-      const I32x16 lane = kLanes + 16 * j;
-      seen[j] = (lane >= from) & (lane < to);
       s[j] = load(scores[j / 2] + i * kPanel + 16 * (j % 2)) * scale;
-      s[j] = (F32x16)(((I32x16)s[j] & seen[j]) | ((I32x16)splat(kNone) & ~seen[j]));
+      if (!every) {
+        const I32x16 lane = kLanes + 16 * j;
+        seen[j] = (lane >= from) & (lane < to);
+        s[j] = (F32x16)(((I32x16)s[j] & seen[j]) | ((I32x16)splat(kNone) & ~seen[j]));
+      }
       best = max(best, s[j]);
     }
     const float before = top_[row], now = std::max(before, largest(best));
     F32x16 total = {};
     E* out = p_.data() + i * detail::kKeys;
     for (int j = 0; j < 4; ++j) {
-      const F32x16 p = (F32x16)((I32x16)exp(s[j] - now) & seen[j]);
+      F32x16 p = exp2<kDegree>(max(s[j] - now, splat(-126.0f)));
+      if (!every) p = (F32x16)((I32x16)p & seen[j]);
       total += p;
       if constexpr (kBf16) store_bf16(out + 16 * j, p);
       else store(out + 16 * j, p);
     }
-    const float fix = before == now ? 1.0f : exp(splat(before - now))[0];
+    const float fix = before == now ? 1.0f : exp2(splat(std::max(before - now, -126.0f)))[0];
     top_[row] = now;
     total_[row] = std::fma(total_[row], fix, sum(total));
     return fix;

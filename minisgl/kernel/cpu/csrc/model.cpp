@@ -78,7 +78,7 @@ Model::Model(const Sizes& sizes) : s_(sizes), layers_(sizes.layer, sizes.layer +
 }
 
 void Model::forward(Pool& pool, const Step& step) {
-  plan(step);
+  plan(step, pool.size());
   const int64_t rows = num_tokens();
   const int group = s_.q_heads / s_.kv_heads, most = std::max(kQueryRows, group);
   grow(x_, rows * s_.hidden);
@@ -98,8 +98,9 @@ void Model::forward(Pool& pool, const Step& step) {
   });
 }
 
-// The tokens, and what of their attention is computed at once: the longest first.
-void Model::plan(const Step& step) {
+// The tokens, and what of their attention is computed at once. A decoding token's heads go
+// together, as they lie in memory, if that leaves enough items for all threads.
+void Model::plan(const Step& step, int threads) {
   step_ = step;
   tokens_.clear();
   items_.clear();
@@ -109,8 +110,10 @@ void Model::plan(const Step& step) {
     for (int64_t i = 0; i < n; ++i) tokens_.push_back({r, cached + i});
     for (int64_t end = n; end > 0; end -= std::min(most, end)) {
       const int64_t count = std::min(most, end), start = end - count;
-      for (int head = 0; head < s_.kv_heads; ++head)
-        items_.push_back({r, first + start, cached + start, int(count), head});
+      const bool together = n == 1 && step.count >= 8 * threads && s_.q_heads <= kQueryRows;
+      const int heads = together ? s_.kv_heads : 1;
+      for (int head = 0; head < s_.kv_heads; head += heads)
+        items_.push_back({r, first + start, cached + start, int(count), head, heads});
     }
   }
 }
@@ -231,11 +234,12 @@ void Model::attend(Team& team, const Layer& layer, Attention<E>& attention) {
     const AttentionItem& item = items_[i];
     const int32_t* pages = step_.pages + step_.rows[item.request] * step_.page_stride;
     const int64_t column = int64_t(item.head) * group * s_.dim;
-    attention.run(kv, {pages, item.head, item.position, item.tokens, layer.window,
+    attention.run(kv, {pages, item.head, item.heads, item.position, item.tokens, layer.window,
                        qkv_.data() + item.token * stride + column, stride, s_.attention_scale});
-    for (int r = 0; r < item.tokens * group; ++r) {
+    for (int r = 0; r < item.heads * item.tokens * group; ++r) {
       const float* head = attention.out() + r * attention.wide();
-      const int64_t row = item.token + r / group, at = column + r % group * s_.dim;
+      const int kv_head = r / (item.tokens * group), g = kv_head * group + r % group;
+      const int64_t row = item.token + r / group % item.tokens, at = column + g * s_.dim;
       for (int d = 0; aligned && d < s_.dim; d += kBlock)
         put_block(context_, row, (at + d) / kBlock, head + d);
       if (!aligned) std::copy(head, head + s_.dim, attended_.data() + row * width + at);

@@ -107,14 +107,14 @@ class Model {
   };
   struct AttentionItem {
     int64_t request, token, position;  // token: its row in the batch
-    int tokens, head;
+    int tokens, head, heads;
   };
   struct Best {
     float value;
     int64_t id;
   };
 
-  void plan(const Step& step);
+  void plan(const Step& step, int threads);
   template <class E>
   void run(Team& team, Attention<E>& attention);
   void embed(Team& team);

@@ -61,6 +61,8 @@ inline F32x16 max(F32x16 a, F32x16 b) {
 #endif
 }
 
+inline F32x16 min(F32x16 a, F32x16 b) { return -max(-a, -b); }
+
 inline F32x16 to_f32(I32x16 v) { return __builtin_convertvector(v, F32x16); }
 
 inline float sum(F32x16 v) {
@@ -198,29 +200,29 @@ inline I32x16 dot_int8(I32x16 acc, U32x16 w, uint32_t x) {
 
 // -- exp ----------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place, 0 below -87.3; x must not be NaN nor above 88.
-inline F32x16 exp(F32x16 x) {
-  const F32x16 tiny = splat(-87.3f);
-  const auto below = x < tiny;
-  x = max(x, tiny);
+// 2^x for x from -126 to 126, by the series of e^(x ln 2) up to this degree: at 6 correct to about
+// 2 units in the last place of float32, at 4 to 2^-14, which is enough before rounding to bf16.
+template <int Degree = 6>
+inline F32x16 exp2(F32x16 x) {
 #ifdef MINISGL_AVX512
-  const F32x16 n = (F32x16)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
+  const F32x16 n = (F32x16)_mm512_roundscale_ps((__m512)x, 8);
 #else
   const F32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F32x16 n = (x * 1.44269504f + shift) - shift;
+  const F32x16 n = (x + shift) - shift;
 #endif
-  F32x16 r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts, the first exact
-  r = fma(n, splat(2.12194440e-4f), r);
-  F32x16 p = splat(1.0f / 720);
-  p = fma(p, r, splat(1.0f / 120));
-  p = fma(p, r, splat(1.0f / 24));
-  p = fma(p, r, splat(1.0f / 6));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  const I32x16 power = (__builtin_convertvector(n, I32x16) + 127) << 23;
-  const F32x16 y = p * (F32x16)power;
-  return (F32x16)((I32x16)y & ~(I32x16)below);
+  static constexpr float kTerms[] = {1.0f,         6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
+                                     9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f};
+  const F32x16 r = x - n;
+  F32x16 p = splat(kTerms[Degree]);
+#pragma GCC unroll 6
+  for (int i = Degree - 1; i >= 0; --i) p = fma(p, r, splat(kTerms[i]));
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (F32x16)((__builtin_convertvector(n, I32x16) + 127) << 23);
+#endif
 }
+
+constexpr float kLog2E = 1.44269504f;
 
 }  // namespace minisgl
