@@ -21,6 +21,27 @@ MINISGL_API void minisgl_pack(Pool* pool, int type, const uint8_t* rows, int64_t
   });
 }
 
+// out [rows][outputs] = x [rows][k] times a linear's weights, plus its bias; all float32.
+MINISGL_API void minisgl_linear(Pool* pool, const Linear* linear, const float* x, int64_t rows,
+                                float* out) {
+  Forms forms;
+  forms.require(*linear);
+  const Input input = forms.make(rows);
+  const int k = linear->weights[0].k;
+  pool->run([&](Team& team) {
+    team.split(rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) put_row(input, i, x + i * k, k);
+    });
+    team.wait();
+    multiply(team, *linear, input, rows, out, false);
+  });
+}
+
+// Rows `ids` of packed weights as float32 [count][k].
+MINISGL_API void minisgl_lookup(const Weight* weight, const int64_t* ids, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) unpack_row(*weight, ids[i], out + i * weight->k);
+}
+
 MINISGL_API Model* minisgl_model(const Sizes* sizes) { return new Model(*sizes); }
 MINISGL_API void minisgl_model_free(Model* model) { delete model; }
 

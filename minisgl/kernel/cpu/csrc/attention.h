@@ -15,8 +15,6 @@
 // (exp(0) = 1, p = 0), so prefill, chunks and decoding give the same bits.
 #pragma once
 
-#include <vector>
-
 #include "ops.h"
 
 namespace minisgl {
@@ -133,8 +131,8 @@ class Attention {
   };
 
   // Row (h * tokens + t) * group + g of the result, at `out() + row * wide()`, is head g of the
-  // group of KV head h, of token t.
-  void run(const KVLayer& kv, const Item& item) {
+  // group of KV head h, of token t. What `then`, if any, reads first is fetched meanwhile.
+  void run(const KVLayer& kv, const Item& item, const Item* then = nullptr) {
     const int rows = item.tokens * group_, all = item.heads * rows;
     for (int h = 0; h < item.heads; ++h)
       for (int t = 0; t < item.tokens; ++t)
@@ -145,15 +143,21 @@ class Attention {
     std::fill(top_.begin(), top_.begin() + all, kNone);
     std::fill(total_.begin(), total_.begin() + all, 0.0f);
     const int64_t end = item.position + item.tokens;
-    const int64_t first = item.window ? std::max<int64_t>(0, item.position + 1 - item.window) : 0;
     int64_t slots[detail::kKeys], next[detail::kKeys];
-    int64_t key = first / detail::kKeys * detail::kKeys;
+    int64_t key = first_key(item);
     int count = find(kv, item, key, end, slots);
     while (count) {
       const int64_t after = key + detail::kKeys;
       const int following = find(kv, item, after, end, next);
+      const int calls = item.heads * (8 + 4 * ((rows + kRows - 1) / kRows));
+      if (following) {
+        ahead_.begin(kv, item, next, following, calls);
+      } else if (then) {
+        int64_t* starts = starts_;
+        ahead_.begin(kv, *then, starts, find(kv, *then, first_key(*then), then->position + then->tokens, starts), calls);
+      }
       for (int h = 0; h < item.heads; ++h) {
-        bring(kv, item.head + h, slots, count, next, following);
+        bring(kv, item.head + h, slots, count);
         const int tiles = (rows + kRows - 1) / kRows;
         for (int i = 0; i < tiles; ++i) {
           const int row = int(tile_start(rows, tiles, i)), m = int(tile_start(rows, tiles, i + 1)) - row;
@@ -200,6 +204,12 @@ class Attention {
     }
   }
 
+  // Of the first block that any of the item's tokens sees.
+  static int64_t first_key(const Item& item) {
+    const int64_t seen = item.window ? std::max<int64_t>(0, item.position + 1 - item.window) : 0;
+    return seen / detail::kKeys * detail::kKeys;
+  }
+
   // The slots of the keys [key, key + 64) that are there; returns how many.
   int find(const KVLayer& kv, const Item& item, int64_t key, int64_t end, int64_t* slots) {
     const int count = int(std::max<int64_t>(0, std::min<int64_t>(detail::kKeys, end - key)));
@@ -239,25 +249,15 @@ class Attention {
     return room;
   }
 
-  // The keys and values of one head in these slots as panels, zeros up to 64; those of the next
-  // slots are fetched from memory meanwhile.
-  void bring(const KVLayer& kv, int head, const int64_t* slots, int count, const int64_t* next,
-             int following) {
+  // The keys and values of one head in these slots as panels, zeros up to 64.
+  void bring(const KVLayer& kv, int head, const int64_t* slots, int count) {
     const E *keys[detail::kKeys], *values[detail::kKeys];
     E* room = staged_.data();
-    const int64_t row_bytes = dim_ * kv_bytes(kv.type);
     for (int i = 0; i < count; ++i) {
       const int64_t at = slots[i] * kv.heads + head;
       keys[i] = row_of(kv, kv.keys, kv.key_scales, at, room);
       values[i] = row_of(kv, kv.values, kv.value_scales, at, room + wide_);
       if (keys[i] == room) room += 2 * wide_;
-      if (i < following) {
-        const int64_t ahead = (next[i] * kv.heads + head) * row_bytes;
-        for (int64_t b = 0; b < row_bytes; b += 64) {
-          __builtin_prefetch(kv.keys + ahead + b);
-          __builtin_prefetch(kv.values + ahead + b);
-        }
-      }
     }
     std::fill(room, room + wide_, E(0));
     for (int i = count; i < detail::kKeys; ++i) keys[i] = values[i] = room;
@@ -269,8 +269,10 @@ class Attention {
         for (int j = 0; j < 16; ++j) rows[j] = (const uint32_t*)keys[i + j] + d;
         detail::transpose16(rows, panel + d * kPanel);
       }
+      ahead_.fetch();
     }
     for (int d = 0; d < wide_; d += kPanel) {
+      ahead_.fetch();
       E* panel = values_.data() + d * detail::kKeys;
       if constexpr (kBf16) {
         for (int i = 0; i < detail::kKeys; i += 2)
@@ -285,11 +287,13 @@ class Attention {
   // Add the block of keys that begins at `key` to rows [row, row + m) of the head whose rows
   // begin at `base`.
   void attend(const Item& item, int64_t key, int base, int row, int m) {
-    float scores[2][kRows * kPanel], c[kRows * kPanel], fix[kRows];
+    alignas(64) float scores[2][kRows * kPanel], c[kRows * kPanel];
+    float fix[kRows];
     const Input q = input(queries_.data(), wide_);
     for (int half = 0; half < 2; ++half) {
       const uint8_t* panel = (const uint8_t*)(keys_.data() + half * kPanel * wide_);
       detail::kTiles[int(kType)][m - 1](panel, wide_, q, base + row, scores[half]);
+      ahead_.fetch();
     }
     for (int i = 0; i < m; ++i) {
       const int64_t own = item.position + (row + i) / group_;
@@ -302,6 +306,7 @@ class Attention {
     for (int d = 0; d < wide_; d += kPanel) {
       detail::kTiles[int(kType)][m - 1]((const uint8_t*)(values_.data() + d * detail::kKeys),
                                         detail::kKeys, p, 0, c);
+      ahead_.fetch();
       for (int i = 0; i < m; ++i) {
         float* out = acc_.data() + (base + row + i) * wide_ + d;
         store(out, fma(load(out), splat(fix[i]), load(c + i * kPanel)));
@@ -343,9 +348,41 @@ class Attention {
     return fix;
   }
 
+  // Fetches the next block of keys and values into the cache, some lines at a time, so that
+  // memory works while this thread computes.
+  class Ahead {
+   public:
+    void begin(const KVLayer& kv, const Item& item, const int64_t* slots, int count, int calls) {
+      row_bytes_ = item.heads * kv.dim * kv_bytes(kv.type);
+      stride_ = kv.heads * kv.dim * kv_bytes(kv.type);
+      offset_ = item.head * kv.dim * kv_bytes(kv.type);
+      keys_ = kv.keys, values_ = kv.values;
+      slots_ = slots;
+      count_ = count;
+      next_ = 0;
+      each_ = (count + calls - 1) / calls;
+    }
+
+    void fetch() {
+      for (int i = 0; i < each_ && next_ < count_; ++i, ++next_) {
+        const int64_t at = slots_[next_] * stride_ + offset_;
+        for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(keys_ + at + b, 0, 1);
+        for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(values_ + at + b, 0, 1);
+      }
+    }
+
+   private:
+    const uint8_t *keys_, *values_;
+    const int64_t* slots_;
+    int64_t row_bytes_, stride_, offset_;
+    int count_ = 0, next_ = 0, each_ = 0;
+  };
+
+  Ahead ahead_;
+  int64_t starts_[detail::kKeys];
   const int dim_, wide_, group_;
-  std::vector<E> queries_, keys_, values_, staged_, p_;
-  std::vector<float> acc_, top_, total_;
+  Buffer<E> queries_, keys_, values_, staged_, p_;
+  Buffer<float> acc_, top_, total_;
 };
 
 }  // namespace minisgl

@@ -7,7 +7,7 @@ namespace {
 constexpr int kQueryRows = 144;  // of an attention item: keys are brought into panels once for them
 
 template <class T>
-T* grow(std::vector<T>& v, int64_t size) {
+T* grow(Buffer<T>& v, int64_t size) {
   if (int64_t(v.size()) < size) v.resize(size + size / 4);
   return v.data();
 }
@@ -125,19 +125,19 @@ void Model::run(Team& team, Attention<E>& attention) {
   for (const Layer& layer : layers_) {
     normalize(team, layer.input_norm);
     team.wait();
-    multiply(team, layer.qkv, normed_, qkv_.data(), false);
+    multiply(team, layer.qkv, normed_, num_tokens(), qkv_.data(), false);
     team.wait();
     rotate_and_store(team, layer);
     team.wait();
     attend(team, layer, attention);
     team.wait();
-    multiply(team, layer.o, context_, x_.data(), true);
+    multiply(team, layer.o, context_, num_tokens(), x_.data(), true);
     team.wait();
     normalize(team, layer.post_norm);
     team.wait();
     gate(team, layer.gate_up);
     team.wait();
-    multiply(team, layer.down, inner_, x_.data(), true);
+    multiply(team, layer.down, inner_, num_tokens(), x_.data(), true);
     team.wait();
   }
 }
@@ -154,7 +154,7 @@ void Model::embed(Team& team) {
 
 void Model::normalize(Team& team, const float* weight) {
   team.split(num_tokens(), [&](int64_t begin, int64_t end) {
-    std::vector<float> row(s_.hidden);
+    Buffer<float> row(s_.hidden);
     for (int64_t i = begin; i < end; ++i) {
       rmsnorm(x_.data() + i * s_.hidden, weight, s_.eps, s_.hidden, row.data());
       put_row(normed_, i, row.data(), s_.hidden);
@@ -162,11 +162,11 @@ void Model::normalize(Team& team, const float* weight) {
   });
 }
 
-void Model::multiply(Team& team, const Linear& linear, const Input& x, float* out, bool add) {
+void multiply(Team& team, const Linear& linear, const Input& x, int64_t rows, float* out, bool add) {
   const int64_t stride = linear.outputs();
-  for_panels(team, linear.panels(), num_tokens(), [&](int panel, int64_t row, int m) {
+  for_panels(team, linear.panels(), rows, [&](int panel, int64_t row, int m) {
     const Place at = place(linear, panel);
-    float c[kRows * kPanel];
+    alignas(64) float c[kRows * kPanel];
     multiply_tile(*at.weight, at.panel, x, row, m, c);
     add_bias(linear.bias, at, m, c);
     for (int i = 0; i < m; ++i) {
@@ -185,7 +185,7 @@ void Model::gate(Team& team, const Linear& gate_up) {
   const Weight &gate = gate_up.weights[0], &up = gate_up.weights[1];
   for_panels(team, gate.panels(), num_tokens(), [&](int panel, int64_t row, int m) {
     const Place left = place(gate_up, panel), right = place(gate_up, gate.panels() + panel);
-    float a[kRows * kPanel], b[kRows * kPanel];
+    alignas(64) float a[kRows * kPanel], b[kRows * kPanel];
     multiply_tile(gate, panel, normed_, row, m, a);
     multiply_tile(up, panel, normed_, row, m, b);
     add_bias(gate_up.bias, left, m, a);
@@ -232,10 +232,16 @@ void Model::attend(Team& team, const Layer& layer, Attention<E>& attention) {
   const bool aligned = s_.dim % kBlock == 0;
   team.share(int64_t(items_.size()), [&](int64_t i) {
     const AttentionItem& item = items_[i];
-    const int32_t* pages = step_.pages + step_.rows[item.request] * step_.page_stride;
     const int64_t column = int64_t(item.head) * group * s_.dim;
-    attention.run(kv, {pages, item.head, item.heads, item.position, item.tokens, layer.window,
-                       qkv_.data() + item.token * stride + column, stride, s_.attention_scale});
+    const auto described = [&](const AttentionItem& item) {
+      return typename Attention<E>::Item{
+          step_.pages + step_.rows[item.request] * step_.page_stride,
+          item.head, item.heads, item.position, item.tokens, layer.window,
+          qkv_.data() + item.token * stride + int64_t(item.head) * group * s_.dim, stride,
+          s_.attention_scale};
+    };
+    const auto next = described(items_[std::min(i + 1, int64_t(items_.size()) - 1)]);
+    attention.run(kv, described(item), &next);
     for (int r = 0; r < item.heads * item.tokens * group; ++r) {
       const float* head = attention.out() + r * attention.wide();
       const int kv_head = r / (item.tokens * group), g = kv_head * group + r % group;
@@ -259,7 +265,7 @@ void Model::project(Pool& pool, const int64_t* rows, int64_t count, float* logit
   best_.assign(pool.size(), std::vector<Best>(best ? count : 0, {-INFINITY, 0}));
   pool.run([&](Team& team) {
     team.split(count, [&](int64_t begin, int64_t end) {
-      std::vector<float> row(s_.hidden);
+      Buffer<float> row(s_.hidden);
       for (int64_t i = begin; i < end; ++i) {
         rmsnorm(x_.data() + rows[i] * s_.hidden, s_.final_norm, s_.eps, s_.hidden, row.data());
         put_row(last, i, row.data(), s_.hidden);
@@ -269,7 +275,7 @@ void Model::project(Pool& pool, const int64_t* rows, int64_t count, float* logit
     auto& mine = best_[team.id()];
     for_panels(team, head.panels(), count, [&](int panel, int64_t row, int m) {
       const Place at = place(head, panel);
-      float c[kRows * kPanel];
+      alignas(64) float c[kRows * kPanel];
       multiply_tile(*at.weight, at.panel, last, row, m, c);
       add_bias(head.bias, at, m, c);
       for (int i = 0; i < m; ++i) {

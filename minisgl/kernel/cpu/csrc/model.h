@@ -85,11 +85,15 @@ class Forms {
  private:
   int64_t stride_ = 0;
   bool has_f32_ = false, has_b16_ = false, has_q8_ = false;
-  std::vector<float> f32_, scale_;
-  std::vector<bf16> b16_;
-  std::vector<int8_t> q8_;
-  std::vector<int32_t> sums_;
+  Buffer<float> f32_, scale_;
+  Buffer<bf16> b16_;
+  Buffer<int8_t> q8_;
+  Buffer<int32_t> sums_;
 };
+
+// out[row][output] = (add ? itself : 0) + x times the weights + bias, for `rows` rows; called by
+// all threads, which must wait after it.
+void multiply(Team& team, const Linear& linear, const Input& x, int64_t rows, float* out, bool add);
 
 class Model {
  public:
@@ -123,8 +127,6 @@ class Model {
   template <class E>
   void attend(Team& team, const Layer& layer, Attention<E>& attention);
   void gate(Team& team, const Linear& gate_up);
-  // out[row][output] = (add ? itself : 0) + product + bias, for all tokens
-  void multiply(Team& team, const Linear& linear, const Input& x, float* out, bool add);
   int64_t num_tokens() const { return int64_t(tokens_.size()); }
 
   const Sizes s_;
@@ -132,7 +134,7 @@ class Model {
   Step step_;
   std::vector<Token> tokens_;
   std::vector<AttentionItem> items_;
-  std::vector<float> x_, qkv_, attended_;
+  Buffer<float> x_, qkv_, attended_;
   Forms normed_forms_, context_forms_, inner_forms_, last_forms_;
   Input normed_, context_, inner_;
   std::vector<std::vector<Best>> best_;  // of each thread

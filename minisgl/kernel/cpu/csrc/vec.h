@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -86,6 +88,24 @@ inline float largest(F32x16 v) {
 }
 
 inline F32x16 abs(F32x16 v) { return (F32x16)((U32x16)v & splat(0x7fffffffu)); }
+
+// -- memory -------------------------------------------------------------------------------
+
+template <class T>
+struct Aligned {
+  using value_type = T;
+  Aligned() = default;
+  template <class U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  template <class U>
+  bool operator==(const Aligned<U>&) const { return true; }
+};
+
+// A vector whose memory begins with a cache line, so that no load of 64 bytes touches two.
+template <class T>
+using Buffer = std::vector<T, Aligned<T>>;
 
 // -- sixteen-bit floats -------------------------------------------------------------------
 
