@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import EngineConfig, resolve
 from minisgl.core import Batch, PageWrites, Req, SamplingParams
 from minisgl.engine import Engine
-from minisgl.layers.rotary import rope_type
+from minisgl.kernel.cpu import has_native
 from minisgl.models.checkpoint import load_model_info
 from minisgl.utils import div_ceil
 from minisgl.utils.hardware import Hardware
@@ -108,13 +109,16 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 def make_engine(model_path: str, **config: Any) -> Engine:
-    """An engine alone, without scheduler or tokenizer; takes `EngineConfig`'s fields."""
+    """An engine alone, without scheduler or tokenizer; takes `EngineConfig`'s fields.
+
+    As for `LLM`, the native kernels compute unless `kernels="reference"`.
+    """
+    asked = EngineConfig(**config)
+    hardware = Hardware.detect()
+    if asked.kernels == "auto" and not hardware.has_cuda:
+        hardware = replace(hardware, has_native=has_native())
     info = load_model_info(model_path)
-    rotary = info.config.rotary_config
-    facts = ModelFacts(info.dtype, rotary.max_context, rope_type(rotary.scaling))
-    return Engine(
-        model_path, info.config, resolve(EngineConfig(**config), Hardware.detect(), facts)
-    )
+    return Engine(model_path, info.config, resolve(asked, hardware, info.facts()))
 
 
 class _Rows:

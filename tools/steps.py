@@ -74,7 +74,12 @@ STEPS = (
     Step("ch04_kvcache.py", ("minisgl/kvcache/*.py",), (CONFIG,)),
     Step("ch05_attention.py", ("minisgl/attention/*.py",), (CONFIG,)),
     Step("ch06_engine.py", ("minisgl/engine/*.py",), (CHECKPOINT,)),
-    Step("ch07_scheduler.py", ("minisgl/scheduler/*.py",), (CHECKPOINT,)),
+    # An engine alone computes with PyTorch; the scheduler asks for the native kernels.
+    Step(
+        "ch07_scheduler.py",
+        ("minisgl/scheduler/*.py", "minisgl/kernel/cpu/*.py", "minisgl/kernel/cpu/csrc/*"),
+        (CHECKPOINT,),
+    ),
     # Nothing to add: the cache came with chapter 4, and no layer below knows which one it is.
     Step("ch08_radix_cache.py", (), (CHECKPOINT,)),
     Step(

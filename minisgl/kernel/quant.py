@@ -65,7 +65,7 @@ def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def quantize(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """`weight [rows, K]`, floating, to blocks uint8 `[rows, bytes of a row]` of Q8_0 or Q4_0.
+    """`weight [rows, K]`, floating, to blocks uint8 `[rows, bytes of a row]` of Q8_0 or Q4_1.
 
     Deterministic. Raises `ValueError` for another format, a K that blocks do not divide, and
     weights that are not finite or so large that their scale is no finite f16.
@@ -164,61 +164,91 @@ _DECODE = {
 }
 
 
-def _store_scale(scale: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Write `scale [n, 1]` as f16 into the blocks; returns the inverse of what was stored.
-
-    A scale that f16 can't tell from 0 has the inverse 0, so that all its weights become 0.
-    """
-    stored = scale.half()
+def _store(values: torch.Tensor, blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Write `values [n, 1]` as f16 at byte `start` of the blocks; returns what was stored."""
+    stored = values.half()
     if not bool(stored.isfinite().all()):
         raise ValueError(
             "weights that are not finite, or too large for a scale in f16, can't be quantized"
         )
-    blocks[:, :2] = stored.view(torch.uint8)
-    return stored.float().reciprocal_().nan_to_num_(posinf=0.0, neginf=0.0)
+    blocks[:, start : start + 2] = stored.view(torch.uint8)
+    return stored.float()
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale; 0 of a scale that is 0 or nearly so, for which all q then become equal."""
+    return scale.reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
 
 
 def _encode_q8_0(weight: torch.Tensor, blocks: torch.Tensor) -> None:
     """`weight [n, 32]` into `blocks [n, 34]`: the largest weight becomes 127 or -127."""
     low, high = weight.aminmax(dim=1, keepdim=True)
-    inverse = _store_scale(torch.maximum(high, -low).div_(127), blocks)
+    inverse = _inverse(_store(torch.maximum(high, -low).div_(127), blocks, 0))
     # Rounding a tiny scale to f16 can make it smaller by much: hence the clamp.
     q = (weight * inverse).round_().clamp_(-127, 127)
     blocks[:, 2:].view(torch.int8).copy_(q)
 
 
-_TRIALS = (-8.2, -7.8, -8.6, -7.2, -9.0)
-"""Where a trial puts the weight of largest magnitude on the scale -8 .. 7; see `_encode_q4_0`.
+_TRIALS = ((15.0, 0.0), (15.0, -0.25), (15.5, 0.0), (14.0, 0.0))
+"""Places (steps, shift) of a block's smallest and largest weight on the scale 0 .. 15: at `shift`
+and at `shift + steps`.
 
-Chosen one after another out of 42 places from -10.4 to 9.4, on normal and Laplace numbers, by
-what they added: these five leave 5.6 and 4.4 % less rms error than -8 alone, all 42 5.9 and 4.5.
+The first and the last give blocks back that were so already. The others were chosen one after
+another by what they added, on numbers drawn from normal, Laplace and Student distributions:
+together they leave 0.80 of the square error of the plain way, which is the first without a fit;
+90 places that were tried leave 0.79.
 """
 
 
-def _encode_q4_0(weight: torch.Tensor, blocks: torch.Tensor) -> None:
-    """`weight [n, 32]` into `blocks [n, 18]`, each block with the best scale of a few tried.
+def _encode_q4_1(weight: torch.Tensor, blocks: torch.Tensor) -> None:
+    """`weight [n, 32]` into `blocks [n, 20]`: each block's best line through a few tried.
 
-    Given the integers q, the scale with the least square error is d = wq / qq, and the error is
-    ww - (wq)^2 / qq, where ab is the sum of the products. So each trial rounds with some scale
-    and keeps the d of its own integers if (wq)^2 / qq is the largest so far.
+    Given the integers q, the line d q + m of least square error is the regression of the weights
+    on them. With c the weights less their mean: d = cq / (qq - q^2 / 32), where ab is the sum of
+    the products and q that of the integers, and the error is cc - d cq. So each trial rounds to
+    some integers, and the line with the largest d cq is kept, then fitted once more to the
+    integers that it gives itself.
     """
-    low, high = weight.aminmax(dim=1, keepdim=True)
-    extreme = torch.where(-low > high, low, high)
-    unit = extreme.reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
-    best_gain = torch.full_like(unit, -1)
-    best = extreme / -8  # kept only by weights that aren't finite, whose gains are NaN
-    for place in _TRIALS:
-        q = (weight * (unit * place)).round_().clamp_(-8, 7)
-        wq = (weight * q).sum(dim=1, keepdim=True)
-        qq = q.square_().sum(dim=1, keepdim=True).clamp_(min=1)
-        scale = wq / qq
-        gain = scale * wq
-        better = gain > best_gain
-        best_gain = torch.where(better, gain, best_gain)
-        best = torch.where(better, scale, best)
-    inverse = _store_scale(best, blocks)
-    q = (weight * inverse).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-    torch.bitwise_or(q[:, :16], q[:, 16:] << 4, out=blocks[:, 2:])
+    mean = weight.mean(dim=1, keepdim=True)
+    centred = weight - mean
+    low, high = centred.aminmax(dim=1, keepdim=True)
+    unit = _inverse(high - low)
+    best = _Line(torch.zeros_like(mean), torch.zeros_like(mean), torch.full_like(mean, -1))
+    for steps, shift in _TRIALS:
+        inverse = unit * steps
+        line = _fit(centred, _round_q4(centred, inverse, shift - low * inverse))
+        better = line.gain > best.gain
+        best = _Line(*(torch.where(better, a, b) for a, b in zip(line, best, strict=True)))
+    best = _fit(centred, _round_q4(centred, _inverse(best.scale), best.centre))
+    scale = _store(best.scale, blocks, 0)
+    inverse = _inverse(scale)
+    # What is stored is rounded, so m follows from the stored d, and q from both.
+    q = _round_q4(centred, inverse, best.centre)
+    offset = _store(mean - scale * q.mean(dim=1, keepdim=True), blocks, 2)
+    q = _round_q4(weight, inverse, -offset * inverse).to(torch.uint8)
+    torch.bitwise_or(q[:, :16], q[:, 16:] << 4, out=blocks[:, 4:])
 
 
-_ENCODE = {"Q8_0": _encode_q8_0, "Q4_0": _encode_q4_0}
+class _Line(NamedTuple):
+    """Of each block `[n, 1]`: d, the mean of q, and by how much the line lowers the error."""
+
+    scale: torch.Tensor
+    centre: torch.Tensor
+    gain: torch.Tensor
+
+
+def _fit(centred: torch.Tensor, q: torch.Tensor) -> _Line:
+    """The best line for the integers `q [n, 32]`, which are overwritten."""
+    centre = q.mean(dim=1, keepdim=True)
+    product = (centred * q).sum(dim=1, keepdim=True)
+    spread = q.sub_(centre).square_().sum(dim=1, keepdim=True)
+    scale = product / spread.clamp_(min=1e-6)  # 0 if all q are equal
+    return _Line(scale, centre, scale * product)
+
+
+def _round_q4(weight: torch.Tensor, inverse: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """`weight [n, 32]` times `inverse` plus `offset`, both `[n, 1]`, as integers of 4 bits."""
+    return torch.addcmul(offset, weight, inverse).round_().clamp_(0, 15)
+
+
+_ENCODE = {"Q8_0": _encode_q8_0, "Q4_1": _encode_q4_1}

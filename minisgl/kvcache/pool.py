@@ -5,25 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+
+from minisgl.utils import memory
 
 __all__ = ["KVPool", "KVShape"]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU memory that the system hands out when it is first touched.
-
-    `torch.zeros` writes all of it at once: 5 s for a pool of 7 GB.
-    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    import mmap
-    m = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    import os
-    if os.environ.get("HP","1")=="1": m.madvise(mmap.MADV_HUGEPAGE)
-    else: m.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(m, dtype=torch.uint8).view(dtype).view(shape)
+    return memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from minisgl.message import make_reqs
 from minisgl.models import load_model_info
 from minisgl.scheduler import build_scheduler
 from minisgl.utils.hf import resolve_model_path
-from minisgl.utils.signals import hold_interrupts
+from minisgl.utils.signals import catch_interrupts, hold_interrupts
 
 from .outputs import RequestOutput, StreamChunk
 from .progress import Progress
@@ -201,7 +201,7 @@ class LLM:
         reqs = [req for group in made for req in group]
         try:
             self._submit(reqs, live)
-            with Progress(reqs, use_tqdm) as progress:
+            with catch_interrupts(), Progress(reqs, use_tqdm) as progress:
                 for sequence in live:
                     while sequence.finish_reason is None:
                         self._step(progress)

@@ -22,8 +22,10 @@ from minisgl.core import Batch
 from minisgl.kernel.cpu import NATIVE_TYPES, PackedWeight, ThreadPool, library, pack_weight
 from minisgl.kernel.cpu import structs
 from minisgl.kvcache import KVPool
-from minisgl.layers.quantized import DENSE, QuantizedWeight
+from minisgl.layers.quantized import DENSE, QuantizedWeight, WeightPart
 from minisgl.layers.linear import Linear
+
+from minisgl.utils.memory import Arena
 
 from .config import ModelConfig
 from .decoder import CausalLM, DecoderLayer
@@ -45,6 +47,7 @@ class NativeModel:
         self._pool = ThreadPool(threads)
         self._config = config
         self._dtype = dtype
+        self._arena = Arena()
         self._kept: list[torch.Tensor] = []  # memory that structs point to
         self.weight_bytes = 0
         """Of all weights that a step reads."""
@@ -172,14 +175,18 @@ class NativeModel:
     ) -> list[PackedWeight]:
         """One for each projection that was merged into the weight."""
         if isinstance(weight, torch.Tensor):
-            packed = [pack_weight(self._pool, part) for part in weight.split(list(rows))]
+            packed = [pack_weight(self._pool, part, arena=self._arena) for part in weight.split(list(rows))]
         else:
             packed = [
-                pack_weight(self._pool, part.tensor, None if part.type == DENSE else part.type)
+                self._pack_part(part)
                 for part in weight.parts
             ]
         self._kept += [part.data for part in packed]
         return packed
+
+    def _pack_part(self, part: WeightPart) -> PackedWeight:
+        kind = None if part.type == DENSE else part.type
+        return pack_weight(self._pool, part.tensor, kind, self._arena)
 
     def _floats(self, tensor: torch.Tensor) -> int:
         kept = tensor.float().contiguous()

@@ -30,7 +30,9 @@ __all__ = ["Part", "Storage", "parts_by_tensor", "plan_storage", "quantize_parts
 Storage = Mapping[str, tuple[str, ...]]
 """The types of an op's parts, in order, by the op's path; "dense" or a block format."""
 
-_AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0"}
+_AT_LOAD = {"int8": "Q8_0", "int4": "Q4_1"}
+_FINER = {"model.embed_tokens": "Q8_0", "lm_head": "Q8_0"}
+"""Also with int4: all that a model reads or says goes through these."""
 _PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -50,8 +52,8 @@ def plan_storage(
     """The storage that a resolved `quantization` gives the model at `model_path`.
 
     none: empty. keep: each part as the GGUF file has it, if that is a block format that is
-    computed with, else dense. int8, int4: Q8_0 or Q4_0 for every linear, embedding and head
-    with rows that the blocks divide. An op whose parts would all be dense is left out.
+    computed with, else dense. int8, int4: Q8_0 or Q4_1 for every linear, Q8_0 for embedding
+    and head, where the blocks divide the rows. An op whose parts would all be dense is left out.
     """
     if quantization == "none":
         return {}
@@ -65,7 +67,7 @@ def plan_storage(
         if quantization == "keep":
             kinds = [stored.get(f"{tensor}.weight", DENSE) for tensor in _tensors(op)]
         else:
-            kinds = [_AT_LOAD[quantization]] * len(_tensors(op))
+            kinds = [_FINER.get(op, _AT_LOAD[quantization])] * len(_tensors(op))
         types = tuple(
             kind if kind in BLOCKS and width % BLOCKS[kind].values == 0 else DENSE for kind in kinds
         )

@@ -108,14 +108,14 @@ def test_a_linear_in_parts_computes_with_the_dequantized_weights(dtype):
         op = LinearQKVMerged(64, 8, 4, 2, has_bias=True)
     assert op.part_rows == (32, 16, 16)
     whole = torch.randn(64, 64)
-    op.set_storage(["Q8_0", "dense", "Q4_0"])
+    op.set_storage(["Q8_0", "dense", "Q4_1"])
     q, k, v = whole.split(op.part_rows)
     parts = {"weight.0": quantize(q, "Q8_0"), "weight.1": k.to(dtype)}
     op.load_state_dict(
-        {**parts, "weight.2": quantize(v, "Q4_0"), "bias": torch.randn(64).to(dtype)}
+        {**parts, "weight.2": quantize(v, "Q4_1"), "bias": torch.randn(64).to(dtype)}
     )
     op.pack()  # leaves it alone
-    weight = weights(op.state_dict(prefix="op."), "op", ("Q8_0", "dense", "Q4_0"))
+    weight = weights(op.state_dict(prefix="op."), "op", ("Q8_0", "dense", "Q4_1"))
     x = torch.randn(5, 64).to(dtype)
     expected = x.float() @ weight.to(dtype).float().T + op.bias.float()
     found = op.forward(x)
@@ -205,13 +205,13 @@ def _mappings(path: str) -> list[range]:
 SIZES = {"hidden_size": 64, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize(("quantization", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", "Q8_0"), ("int4", "Q4_1")])
 def test_any_checkpoint_is_quantized_as_it_is_read(tmp_path, quantization, kind):
     folder = checkpoint(tmp_path / "m", **SIZES, intermediate_size=50)
     config = load_model_config(str(folder))
     storage = plan_storage(str(folder), quantization, config)
     per_layer = {"self_attn.qkv_proj": 3, "self_attn.o_proj": 1, "mlp.gate_up_proj": 2}
-    expected = {"model.embed_tokens": (kind,)} | {
+    expected = {"model.embed_tokens": ("Q8_0",)} | {
         f"model.layers.{i}.{op}": (kind,) * n for i in (0, 1) for op, n in per_layer.items()
     }
     assert config.tie_word_embeddings
@@ -245,7 +245,8 @@ def test_experts_and_router_stay_dense(tmp_path):
 
 def test_a_gguf_file_is_quantized_anew_from_float32(tmp_path):
     """Even when the model is bfloat16; what has the wanted type already is taken as it is."""
-    written = Written(tmp_path / "m.gguf", "qwen3", kinds=MIXED)
+    kinds = MIXED | {"blk.1.ffn_gate.weight": "Q4_0", "blk.1.ffn_down.weight": "Q4_1"}
+    written = Written(tmp_path / "m.gguf", "qwen3", kinds=kinds)
     state = build(written.path, "int4", torch.bfloat16).state_dict()
     for name, stored in (
         ("mlp.gate_up_proj.weight.0", "ffn_gate"),
@@ -254,10 +255,13 @@ def test_a_gguf_file_is_quantized_anew_from_float32(tmp_path):
         ("self_attn.o_proj.weight.0", "attn_output"),
     ):
         value = written.value(f"blk.1.{stored}.weight")
-        assert torch.equal(state[f"{LAYER}.{name}"], quantize(value, "Q4_0")), name
-    as_stored = torch.from_numpy(written.stored["blk.1.ffn_down.weight"][0])
-    assert torch.equal(state[f"{LAYER}.mlp.down_proj.weight.0"], as_stored)
-    assert state["model.embed_tokens.weight.0"].shape == (VOCAB, HIDDEN // 32 * 18)
+        assert torch.equal(state[f"{LAYER}.{name}"], quantize(value, "Q4_1")), name
+    for name, stored in (
+        (f"{LAYER}.mlp.down_proj.weight.0", "blk.1.ffn_down.weight"),
+        ("lm_head.weight.0", "output.weight"),
+    ):
+        assert torch.equal(state[name], torch.from_numpy(written.stored[stored][0])), name
+    assert state["model.embed_tokens.weight.0"].shape == (VOCAB, HIDDEN // 32 * 34)
 
 
 def test_every_weight_is_still_counted(tmp_path):

@@ -26,11 +26,13 @@ def native_linear(
     x is rounded to what each weight multiplies: bfloat16, or 8 bits with a scale for each 32
     values of a row. Results are float32.
     """
-    k, outputs = weights[0].k, sum(weight.n for weight in weights)
-    if not 1 <= len(weights) <= 3 or any(weight.k != k for weight in weights):
+    if not 1 <= len(weights) <= 3 or any(weight.k != weights[0].k for weight in weights):
         raise ValueError(f"1 to 3 weights of the same k, not {[(w.n, w.k) for w in weights]}")
+    k, outputs = weights[0].k, sum(weight.n for weight in weights)
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != k or not x.is_contiguous():
-        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}: it must be a contiguous float32 [T, {k}]")
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}: it must be a contiguous float32 [T, {k}]"
+        )
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
         raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}, not [{outputs}] float32")
     out = torch.empty(x.shape[0], outputs)

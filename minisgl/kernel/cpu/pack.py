@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from minisgl.kernel.quant import BLOCKS
+from minisgl.utils.memory import Arena
 
 from .build import library
 from .pool import ThreadPool
@@ -40,8 +41,13 @@ class PackedWeight(NamedTuple):
         return Weight(self.type, self.n, self.k, self.data.data_ptr())
 
 
-def pack_weight(pool: ThreadPool, tensor: torch.Tensor, kind: str | None = None) -> PackedWeight:
-    """`tensor [n, k]` float32 or bfloat16, or with a block type `[n, bytes of a row]` uint8."""
+def pack_weight(
+    pool: ThreadPool, tensor: torch.Tensor, kind: str | None = None, arena: Arena | None = None
+) -> PackedWeight:
+    """`tensor [n, k]` float32 or bfloat16, or with a block type `[n, bytes of a row]` uint8.
+
+    The packed bytes come from `arena`, or lie in memory of their own.
+    """
     key = kind if kind is not None else tensor.dtype
     if key not in NATIVE_TYPES or tensor.dim() != 2 or tensor.device.type != "cpu":
         raise ValueError(
@@ -57,7 +63,7 @@ def pack_weight(pool: ThreadPool, tensor: torch.Tensor, kind: str | None = None)
     native, code = library(), NATIVE_TYPES[key]
     native.minisgl_panel_bytes.restype = ctypes.c_int64
     panel = native.minisgl_panel_bytes(ctypes.c_int(code), ctypes.c_int64(k))
-    data = torch.empty((n + 31) // 32 * panel, dtype=torch.uint8)
+    data = (arena or Arena()).take((n + 31) // 32 * panel)
     native.minisgl_pack(
         pool.handle,
         ctypes.c_int(code),

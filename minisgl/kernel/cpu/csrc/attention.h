@@ -99,6 +99,51 @@ inline void interleave32(const bf16* a, const bf16* b, bf16* out) {
 #endif
 }
 
+// out[m][32] = out[m][32] * fix[m] + p[m][64] times a panel of 64 values; rows of `stride`.
+template <int M>
+void add_values(const bf16* panel, const bf16* p, const float* fix, float* out, int stride) {
+  F32x16 acc[M][2];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    for (int h = 0; h < 2; ++h) acc[m][h] = load(out + m * stride + 16 * h) * fix[m];
+  for (int i = 0; i < kKeys / 2; ++i) {
+    const U32x16 v0 = load_as<U32x16>(panel + 64 * i), v1 = load_as<U32x16>(panel + 64 * i + 32);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const uint32_t a = load_as<uint32_t>(p + m * kKeys + 2 * i);
+      acc[m][0] = dot_bf16(acc[m][0], v0, a);
+      acc[m][1] = dot_bf16(acc[m][1], v1, a);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    for (int h = 0; h < 2; ++h) store(out + m * stride + 16 * h, acc[m][h]);
+}
+
+template <int M>
+void add_values(const float* panel, const float* p, const float* fix, float* out, int stride) {
+  F32x16 acc[M][2];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    for (int h = 0; h < 2; ++h) acc[m][h] = load(out + m * stride + 16 * h) * fix[m];
+  for (int i = 0; i < kKeys; ++i) {
+    const F32x16 v0 = load(panel + 32 * i), v1 = load(panel + 32 * i + 16);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      acc[m][0] = fma(splat(p[m * kKeys + i]), v0, acc[m][0]);
+      acc[m][1] = fma(splat(p[m * kKeys + i]), v1, acc[m][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    for (int h = 0; h < 2; ++h) store(out + m * stride + 16 * h, acc[m][h]);
+}
+
+#define MINISGL_VALUES(M, E) add_values<M>
+template <class E>
+inline constexpr void (*kSums[kRows])(const E*, const E*, const float*, float*, int) =
+    MINISGL_ROWS(MINISGL_VALUES, E);
+
 }  // namespace detail
 
 // What one thread needs to attend; E is bf16 or float, in which keys, values and p are multiplied.
@@ -117,7 +162,7 @@ class Attention {
         p_(kRows * detail::kKeys),
         acc_(rows * wide_),
         top_(rows),
-        total_(rows) {}
+        totals_(16 * rows) {}
 
   struct Item {
     const int32_t* pages;  // of the request
@@ -141,7 +186,7 @@ class Attention {
                     queries_.data() + (h * rows + t * group_ + g) * wide_);
     std::fill(acc_.begin(), acc_.begin() + all * wide_, 0.0f);
     std::fill(top_.begin(), top_.begin() + all, kNone);
-    std::fill(total_.begin(), total_.begin() + all, 0.0f);
+    std::fill(totals_.begin(), totals_.begin() + 16 * all, 0.0f);
     const int64_t end = item.position + item.tokens;
     int64_t slots[detail::kKeys], next[detail::kKeys];
     int64_t key = first_key(item);
@@ -169,7 +214,7 @@ class Attention {
       key = after;
     }
     for (int row = 0; row < all; ++row) {
-      const float inverse = 1.0f / total_[row];
+      const float inverse = 1.0f / sum(load(totals_.data() + 16 * row));
       float* out = acc_.data() + row * wide_;
       for (int i = 0; i < wide_; i += 16) store(out + i, load(out + i) * inverse);
     }
@@ -287,7 +332,7 @@ class Attention {
   // Add the block of keys that begins at `key` to rows [row, row + m) of the head whose rows
   // begin at `base`.
   void attend(const Item& item, int64_t key, int base, int row, int m) {
-    alignas(64) float scores[2][kRows * kPanel], c[kRows * kPanel];
+    alignas(64) float scores[2][kRows * kPanel];
     float fix[kRows];
     const Input q = input(queries_.data(), wide_);
     for (int half = 0; half < 2; ++half) {
@@ -302,16 +347,10 @@ class Attention {
                       int(std::min<int64_t>(detail::kKeys, own + 1 - key)), item.scale * kLog2E,
                       base + row + i);
     }
-    const Input p = input(p_.data(), detail::kKeys);
     for (int d = 0; d < wide_; d += kPanel) {
-      detail::kTiles[int(kType)][m - 1]((const uint8_t*)(values_.data() + d * detail::kKeys),
-                                        detail::kKeys, p, 0, c);
+      detail::kSums<E>[m - 1](values_.data() + d * detail::kKeys, p_.data(), fix,
+                              acc_.data() + (base + row) * wide_ + d, wide_);
       ahead_.fetch();
-      for (int i = 0; i < m; ++i) {
-        float* out = acc_.data() + (base + row + i) * wide_ + d;
-        store(out, fma(load(out), splat(fix[i]), load(c + i * kPanel)));
-        store(out + 16, fma(load(out + 16), splat(fix[i]), load(c + i * kPanel + 16)));
-      }
     }
   }
 
@@ -321,30 +360,35 @@ class Attention {
     static constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static constexpr int kDegree = kBf16 ? 4 : 6;
     const bool every = from <= 0 && to >= detail::kKeys;
-    F32x16 s[4], best = splat(kNone);
+    F32x16 s[4];
     I32x16 seen[4];
     for (int j = 0; j < 4; ++j) {
-      s[j] = load(scores[j / 2] + i * kPanel + 16 * (j % 2)) * scale;
+      s[j] = load(scores[j / 2] + i * kPanel + 16 * (j % 2));
       if (!every) {
         const I32x16 lane = kLanes + 16 * j;
         seen[j] = (lane >= from) & (lane < to);
         s[j] = (F32x16)(((I32x16)s[j] & seen[j]) | ((I32x16)splat(kNone) & ~seen[j]));
       }
-      best = max(best, s[j]);
     }
-    const float before = top_[row], now = std::max(before, largest(best));
+    const F32x16 best = max(max(s[0], s[1]), max(s[2], s[3]));
+    float fix = 1.0f;
+    if (any_above(best, splat(top_[row]))) {  // seldom, after the first blocks
+      const float now = largest(best);
+      fix = exp2(splat((top_[row] - now) * scale))[0];
+      top_[row] = now;
+    }
+    const F32x16 top = splat(-top_[row] * scale), factor = splat(scale);
     F32x16 total = {};
     E* out = p_.data() + i * detail::kKeys;
     for (int j = 0; j < 4; ++j) {
-      F32x16 p = exp2<kDegree>(max(s[j] - now, splat(-126.0f)));
+      F32x16 p = exp2<kDegree>(fma(s[j], factor, top));
       if (!every) p = (F32x16)((I32x16)p & seen[j]);
       total += p;
       if constexpr (kBf16) store_bf16(out + 16 * j, p);
       else store(out + 16 * j, p);
     }
-    const float fix = before == now ? 1.0f : exp2(splat(std::max(before - now, -126.0f)))[0];
-    top_[row] = now;
-    total_[row] = std::fma(total_[row], fix, sum(total));
+    float* totals = totals_.data() + 16 * row;
+    store(totals, fma(load(totals), splat(fix), total));
     return fix;
   }
 
@@ -382,7 +426,7 @@ class Attention {
   int64_t starts_[detail::kKeys];
   const int dim_, wide_, group_;
   Buffer<E> queries_, keys_, values_, staged_, p_;
-  Buffer<float> acc_, top_, total_;
+  Buffer<float> acc_, top_, totals_;
 };
 
 }  // namespace minisgl

@@ -87,6 +87,15 @@ inline float largest(F32x16 v) {
 #endif
 }
 
+// Whether any lane of a is above that of b.
+inline bool any_above(F32x16 a, F32x16 b) {
+#ifdef MINISGL_AVX512
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+  return largest(a - b) > 0;
+#endif
+}
+
 inline F32x16 abs(F32x16 v) { return (F32x16)((U32x16)v & splat(0x7fffffffu)); }
 
 // -- memory -------------------------------------------------------------------------------
@@ -220,13 +229,14 @@ inline I32x16 dot_int8(I32x16 acc, U32x16 w, uint32_t x) {
 
 // -- exp ----------------------------------------------------------------------------------
 
-// 2^x for x from -126 to 126, by the series of e^(x ln 2) up to this degree: at 6 correct to about
+// 2^x for x up to 126, 0 far below -126, by the series of e^(x ln 2) up to this degree: at 6 correct to about
 // 2 units in the last place of float32, at 4 to 2^-14, which is enough before rounding to bf16.
 template <int Degree = 6>
 inline F32x16 exp2(F32x16 x) {
 #ifdef MINISGL_AVX512
   const F32x16 n = (F32x16)_mm512_roundscale_ps((__m512)x, 8);
 #else
+  x = max(x, splat(-127.0f));
   const F32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F32x16 n = (x + shift) - shift;
 #endif
