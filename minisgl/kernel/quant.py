@@ -121,6 +121,7 @@ def _f16(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
     """Bytes `[..., m]` to the low, then the high halves: `[..., 2 m]`."""
+    data = data.contiguous()  # on pieces of rows, both operations take twice as long
     return torch.cat((data & 15, data >> 4), dim=-1)
 
 
@@ -182,8 +183,8 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
 
 def _encode_q8_0(weight: torch.Tensor, blocks: torch.Tensor) -> None:
     """`weight [n, 32]` into `blocks [n, 34]`: the largest weight becomes 127 or -127."""
-    low, high = weight.aminmax(dim=1, keepdim=True)
-    inverse = _inverse(_store(torch.maximum(high, -low).div_(127), blocks, 0))
+    largest = weight.abs().amax(dim=1, keepdim=True)  # five times as fast as `aminmax`
+    inverse = _inverse(_store(largest.div_(127), blocks, 0))
     # Rounding a tiny scale to f16 can make it smaller by much: hence the clamp.
     q = (weight * inverse).round_().clamp_(-127, 127)
     blocks[:, 2:].view(torch.int8).copy_(q)
@@ -211,8 +212,8 @@ def _encode_q4_1(weight: torch.Tensor, blocks: torch.Tensor) -> None:
     """
     mean = weight.mean(dim=1, keepdim=True)
     centred = weight - mean
-    low, high = centred.aminmax(dim=1, keepdim=True)
-    unit = _inverse(high - low)
+    low = centred.amin(dim=1, keepdim=True)
+    unit = _inverse(centred.amax(dim=1, keepdim=True) - low)
     best = _Line(torch.zeros_like(mean), torch.zeros_like(mean), torch.full_like(mean, -1))
     for steps, shift in _TRIALS:
         inverse = unit * steps

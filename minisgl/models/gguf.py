@@ -10,7 +10,7 @@ two neighbours, whereas this engine (as Hugging Face) pairs row i with row i + d
     stored    0  3  1  4  2  5      the numbers are the rows of the layout wanted:
     wanted    0  1  2  3  4  5      wanted row j of half h (j = h*d/2 + i) is stored row 2*i + h
 
-Memory: one tensor in the target type, plus blocks of about 2 MiB that are dequantized.
+Memory: one tensor in the target type, plus about 1 MiB of it at a time in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..kernel.quant import BLOCKS
+from ..kernel.quant import dequantize as dequantize_blocks
 from ..utils.gguf_header import GGUFHeader, read_gguf_header
 from .gguf_names import ARCHITECTURES, ROPE_FACTORS, Metadata, Source, plan_tensors
 
@@ -33,7 +35,8 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = frozenset(
     ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )
-_BLOCK_BYTES = 2 << 20
+_BLOCK_BYTES = 1 << 20
+"""Decoded at once, in float32: small enough for a core's cache to hold what it is made of."""
 
 
 def load_gguf_config(path: str) -> dict[str, Any]:
@@ -343,7 +346,9 @@ def _decode(block: npt.NDArray[np.uint8], type_name: str) -> torch.Tensor:
     """Stored rows [r, bytes] as numbers [r, in]: float32 if quantized, else as they are."""
     if type_name in _PLAIN:
         return torch.from_numpy(np.ascontiguousarray(block)).view(_PLAIN[type_name])
-    # Imported here: reading a config, or plain types alone, doesn't wait for it.
+    if type_name in BLOCKS:
+        return dequantize_blocks(torch.from_numpy(block), type_name)
+    # Imported here: files without these types don't wait for it.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

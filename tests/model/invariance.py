@@ -1,9 +1,10 @@
 """Requests whose results must not depend on what runs beside them, and their comparison.
 
-Token ids are compared exactly, logprobs to a tolerance: a GEMM library sums a row in another
-order when the batch has another size. The tokens could only differ where two logits, or a
-uniform number and a border of the distribution, lie within that error; the seeds below have
-no such place (one that had would fail every time, not now and then).
+Token ids are compared exactly. So are logprobs where the native kernels compute, bit for bit.
+Otherwise they are compared to a tolerance: a GEMM library sums a row in another order when the
+batch has another size. The tokens could only differ where two logits, or a uniform number and a
+border of the distribution, lie within that error; the seeds below have no such place (one that
+had would fail every time, not now and then).
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
 }  # fmt: skip
+FLOAT32: dict[str, Any] = {"dtype": "float32"}
+REFERENCE: dict[str, Any] = {"dtype": "float32", "kernels": "reference"}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "int8-keys": {"dtype": "float32", "kv_dtype": "int8"},
+    "deterministic": {
+        "dtype": "bfloat16", "quantization": "int4", "kv_dtype": "int8", "deterministic": True,
+    },
+}  # fmt: skip
+"""What else the native kernels compute in."""
 PAGES = 448
 """Of 16 tokens: enough for all 64 requests at once (at most 101 tokens each)."""
 
@@ -68,21 +80,27 @@ def params(i: int) -> SamplingParams:
 
 
 class Model(NamedTuple):
-    """A saved model and what its requests give one by one, with everything at its default."""
+    """A saved model and what its requests give one by one, in the types of `config`, with
+    everything else at its default."""
 
     folder: str
+    config: dict[str, Any]
+    native: bool
+    """Which kernels that took."""
     alone: list[RequestOutput]
 
 
-def make_model(name: str, folder: Path) -> Model:
+def make_model(name: str, folder: Path, config: dict[str, Any] = FLOAT32) -> Model:
     """Save a random model and run each request alone, without a prefix cache."""
     model_type, changes = MODELS[name]
     save(tiny_hf_model(model_type, seed=4, num_hidden_layers=2, **changes), folder)
-    with LLM(folder, dtype="float32", threads=1, num_pages=64, cache="naive", device="cpu") as llm:
+    with LLM(folder, threads=1, num_pages=64, cache="naive", device="cpu", **config) as llm:
+        native = llm.engine.config.native
+        assert native == (config.get("kernels") != "reference" and "moe" not in name)
         alone = [
             llm.generate(prompt, params(i), use_tqdm=False)[0] for i, prompt in enumerate(PROMPTS)
         ]
-    return Model(str(folder), alone)
+    return Model(str(folder), config, native, alone)
 
 
 def run_all(llm: LLM) -> list[RequestOutput]:
@@ -91,10 +109,13 @@ def run_all(llm: LLM) -> list[RequestOutput]:
     return llm.generate(PROMPTS, each, use_tqdm=False)
 
 
-def run(folder: str, **config: Any) -> tuple[list[RequestOutput], Stats]:
-    """All prompts together, and what the scheduler counted."""
-    with LLM(folder, dtype="float32", threads=1, **config) as llm:
-        return run_all(llm), llm.scheduler.stats
+def check(model: Model, **config: Any) -> Stats:
+    """All prompts together give what each gave alone; returns what the scheduler counted."""
+    with LLM(model.folder, threads=1, **{**model.config, **config}) as llm:
+        assert llm.engine.config.native == model.native
+        outputs, stats = run_all(llm), llm.scheduler.stats
+    assert_same(outputs, model.alone, exact=model.native)
+    return stats
 
 
 def assert_same_logprobs(x: TokenLogprobs, y: TokenLogprobs) -> None:
@@ -110,8 +131,8 @@ def assert_same_logprobs(x: TokenLogprobs, y: TokenLogprobs) -> None:
         assert value == pytest.approx(top.get(token, y.top[-1][1]), abs=LOGPROB_ATOL, rel=0)
 
 
-def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
-    """Equal ids, and logprobs of the same tokens within the tolerance."""
+def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput], *, exact: bool) -> None:
+    """Equal ids, and logprobs of the same tokens: `exact`, or within the tolerance."""
     assert len(ours) == len(theirs) == NUM_PROMPTS
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert a.token_ids == b.token_ids, f"prompt {i}"
@@ -125,6 +146,9 @@ def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
             if mine is None or other is None:
                 continue
             assert len(mine) == len(other) == count, f"prompt {i}"
+            if exact:
+                assert mine == other, f"prompt {i}"
+                continue
             for x, y in zip(mine, other, strict=True):
                 if x is None or y is None:  # a prompt's first token has no logprob
                     assert x is y
@@ -149,9 +173,11 @@ def check_cell(
     tokens = 256 if retraction else 16 * PAGES
     num_pages, rows = tokens // page_size, min(24, budget)
     with LLM(
-        model.folder, dtype="float32", threads=1, page_size=page_size, num_pages=num_pages,
-        max_running_requests=rows, max_prefill_length=budget, device=device,
+        model.folder, threads=1, page_size=page_size, num_pages=num_pages,
+        max_running_requests=rows, max_prefill_length=budget, device=device, **model.config,
     ) as llm:  # fmt: skip
+        native = llm.engine.config.native
+        assert native == (model.native and device == "cpu")
         late = overlap and device == "cpu"
         executor: Executor = LateExecutor(llm.engine) if late else llm.engine
         pages = CACHES[cache](num_pages, page_size)
@@ -167,7 +193,7 @@ def check_cell(
             llm.scheduler.step()
         llm.scheduler.check_integrity()
         stats = llm.scheduler.stats
-    assert_same(outputs, model.alone)
+    assert_same(outputs, model.alone, exact=native)
     assert (stats.num_retractions > 0) == retraction
     assert (stats.num_hit_tokens > 0) == (cache == "radix")
     assert (stats.num_discarded_tokens > 0) == overlap

@@ -96,6 +96,7 @@ SEEDS = {"llama-yarn": 2, "mistral-tied-window": 1}
 def assert_same_greedy(model: Any, folder: str) -> None:
     """The engine's batch of all prompts gives what transformers gives for each alone."""
     with LLM(folder, dtype="float32", num_pages=64, max_prefill_length=64, threads=1) as llm:
+        assert llm.engine.config.native == (model.config.model_type != "qwen3_moe")
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -187,6 +188,7 @@ def test_logits_equal_transformers_up_to_8k(
         max_model_len=LENGTH,
         threads=1,
     )
+    assert engine.config.native
     ours = engine_logits(engine, long_prompt, POSITIONS, chunk=1500)
     engine.close()
     assert_close(ours, theirs, LOGIT_ATOL, variant)
@@ -196,7 +198,8 @@ def test_logits_equal_transformers_up_to_8k(
         assert (theirs - unscaled)[1:].abs().amax(dim=-1).min() > 100 * LOGIT_ATOL
 
 
-def test_a_window_is_exact_to_the_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_window_is_exact_to_the_token(kernels: str, tmp_path: Path) -> None:
     # Greedy ids might survive a window off by one; logits at its edge do not.
     prompt = random_prompts([40], TINY["vocab_size"], seed=3)[0]
     model = tiny_hf_model("mistral", **WINDOW)
@@ -204,7 +207,8 @@ def test_a_window_is_exact_to_the_token(tmp_path: Path) -> None:
     theirs = hf_logits(model, prompt, positions)
     for window, same in ((9, True), (8, False), (10, False)):
         folder = save(model, tmp_path / str(window), sliding_window=window)
-        engine = make_engine(folder, dtype="float32", num_pages=8, threads=1)
+        engine = make_engine(folder, dtype="float32", num_pages=8, threads=1, kernels=kernels)
+        assert engine.config.native == (kernels == "auto")
         # Whole, and in chunks that end inside, at and beyond the window.
         for chunk in (40, 7, 9):
             ours = engine_logits(engine, prompt, positions, chunk)

@@ -7,24 +7,35 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from tests.model.invariance import (
+    FLOAT32,
     MATRIX,
     MAX_TOKENS,
     MODELS,
     NUM_PROMPTS,
     PAGES,
     PROMPTS,
+    REFERENCE,
+    ROUNDED,
     Model,
-    assert_same,
+    check,
     check_cell,
     make_model,
     params,
-    run,
 )
 
+# Every model on the kernels that are its default: native, but for the one with experts. One more
+# on the reference kernels, one in each other type.
+VARIANTS = {
+    **{name: (name, FLOAT32) for name in MODELS},
+    "mistral-reference": ("mistral-window", REFERENCE),
+    **{f"mistral-{name}": ("mistral-window", config) for name, config in ROUNDED.items()},
+}
 
-@pytest.fixture(scope="module", params=MODELS)
+
+@pytest.fixture(scope="module", params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_model(request.param, tmp_path_factory.mktemp(request.param))
+    name, config = VARIANTS[request.param]
+    return make_model(name, tmp_path_factory.mktemp(request.param), config)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +48,7 @@ def test_the_reference_is_not_trivial(model: Model) -> None:
     assert len({tuple(output.token_ids) for output in model.alone}) == NUM_PROMPTS
     stopped = [len(output.token_ids) for output in model.alone if output.finish_reason == "stop"]
     assert len(set(stopped)) > 2 and min(stopped) >= 3
-    with LLM(model.folder, dtype="float32", threads=1, num_pages=64) as llm:
+    with LLM(model.folder, threads=1, num_pages=64, **model.config) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs = llm.generate(PROMPTS[1::2], greedy, use_tqdm=False)
     pairs = zip(outputs, model.alone[1::2], strict=True)
@@ -45,46 +56,40 @@ def test_the_reference_is_not_trivial(model: Model) -> None:
 
 
 def test_batch_of_64_equals_one_by_one(model: Model) -> None:
-    outputs, stats = run(model.folder, num_pages=PAGES, max_running_requests=64)
+    stats = check(model, num_pages=PAGES, max_running_requests=64)
     assert stats.num_retractions == 0
-    assert_same(outputs, model.alone)
 
 
 @pytest.mark.parametrize("budget", [16, 17, 100])
 def test_chunked_prefill_equals_whole(model: Model, budget: int) -> None:
     # One prompt takes up to three steps of 16 tokens, between others' decoding.
-    outputs, _ = run(
-        model.folder, num_pages=PAGES, max_prefill_length=budget, max_running_requests=16
-    )
-    assert_same(outputs, model.alone)
+    check(model, num_pages=PAGES, max_prefill_length=budget, max_running_requests=16)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 def test_page_size_does_not_matter(model: Model, page_size: int) -> None:
     # 64 requests of up to 101 tokens, so that pages are used again by others.
-    outputs, _ = run(
-        model.folder, page_size=page_size, num_pages=4096 // page_size, max_prefill_length=200,
+    check(
+        model, page_size=page_size, num_pages=4096 // page_size, max_prefill_length=200,
         max_running_requests=40,
     )  # fmt: skip
-    assert_same(outputs, model.alone)
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 130), (4, 40), (16, 16)])
 def test_retraction_does_not_matter(model: Model, page_size: int, num_pages: int) -> None:
     # 130 to 256 tokens of cache for 64 requests that grow to 25 to 101 tokens.
-    outputs, stats = run(
-        model.folder, page_size=page_size, num_pages=num_pages, max_prefill_length=48,
+    stats = check(
+        model, page_size=page_size, num_pages=num_pages, max_prefill_length=48,
         max_running_requests=32,
     )  # fmt: skip
     assert stats.num_retractions > 0
-    assert_same(outputs, model.alone)
 
 
 def test_several_sequences_of_one_prompt(model: Model) -> None:
     prompt, common = PROMPTS[9], {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     several = SamplingParams(temperature=0.8, top_p=0.9, seed=5, n=6, **common)
     single = SamplingParams(temperature=0.8, top_p=0.9, seed=5, **common)
-    with LLM(model.folder, dtype="float32", threads=1, num_pages=64) as llm:
+    with LLM(model.folder, threads=1, num_pages=64, **model.config) as llm:
         first = llm.generate(prompt, several, use_tqdm=False)[0].outputs
         # Again, beside others: the same seed gives the same six.
         again = llm.generate([PROMPTS[3], prompt], [params(3), several], use_tqdm=False)[1].outputs

@@ -1,36 +1,30 @@
-"""Whole models on the native kernels: `transformers`, the reference kernels, and themselves.
+"""Whole models on the native kernels against `transformers` and the reference kernels.
 
-In float32 the ids are theirs; with rounded weights, activations or keys, logits are within what
-the rounding does. Among themselves, logits are compared bit for bit.
+In float32 the ids are theirs. Where weights, activations or keys are rounded, logits are within
+what the rounding does; `distance` is the rms error over the rms logit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import Batch, PageWrites, Req
-from minisgl.core import SamplingParams as CoreParams
-from minisgl.engine import Engine
-from minisgl.utils import div_ceil
 from tests.helpers import (
     LOGIT_ATOL,
     TINY,
     assert_close,
     engine_logits,
     hf_logits,
-    make_engine,
     random_prompts,
     save,
     tiny_hf_model,
 )
-from tests.unit.gguf_files import VOCAB, Written
-from tests.unit.native_weights import assert_same_bits
+from tests.model.native_logits import distance, logits, native_engine
+from tests.unit.gguf_files import VOCAB, Written, tensor_shapes
 
 MAX_TOKENS = 40
 PROMPTS = random_prompts([1, 17, 75], TINY["vocab_size"], seed=21)
@@ -68,32 +62,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def native_engine(folder: str, **config: Any) -> Engine:
-    """With room for 150 tokens."""
-    config = {"dtype": "float32", "threads": 1, "page_size": 16, "max_model_len": 256, **config}
-    pages = div_ceil(256, config["page_size"])
-    engine = make_engine(folder, **{"num_pages": pages, **config})
-    assert engine.config.native == (config.get("kernels") != "reference")
-    return engine
-
-
-def logits(folder: str, chunk: int = 256, ids: Sequence[int] = IDS, **config: Any) -> torch.Tensor:
-    """Of every position, `[len(ids), V]`, in the configuration's type."""
-    engine = native_engine(folder, **config)
-    try:
-        found = engine_logits(engine, ids, list(range(len(ids))), chunk)
-    finally:
-        engine.close()
-    assert bool(found.isfinite().all())
-    return found
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of all logits: rms error over rms value."""
-    difference = found.double() - expected.double()
-    return float(difference.norm() / expected.double().norm())
-
-
 # -- float32 -------------------------------------------------------------------------------
 
 
@@ -104,7 +72,7 @@ def test_float32_equals_transformers_and_the_reference(case: str, tmp_path: Path
     folder = save(model, tmp_path)
     theirs = hf_logits(model, IDS, POSITIONS)
     for chunk in (256, 13):
-        assert_close(logits(folder, chunk), theirs, LOGIT_ATOL, f"chunk {chunk}")
+        assert_close(logits(folder, IDS, chunk), theirs, LOGIT_ATOL, f"chunk {chunk}")
     outputs = {}
     for kernels in ("auto", "reference"):
         with LLM(folder, dtype="float32", num_pages=64, threads=1, kernels=kernels) as llm:
@@ -124,6 +92,17 @@ def test_float32_equals_transformers_and_the_reference(case: str, tmp_path: Path
 
 # -- rounded -------------------------------------------------------------------------------
 
+EIGHT_BITS = 0.05
+"""Of logits of two or three layers whose products take activations of 8 bits.
+
+Rounding 32 normal numbers to a largest of 127 leaves an rms error of 0.5 %, and so does a sum of
+such products; over some ten products one after another that grows to 2 to 3 % (measured).
+"""
+BFLOAT16 = 0.016
+"""The same for activations of bfloat16: 0.17 % each time; measured 0.9 %."""
+KEYS = {"float32": 1e-5, "bfloat16": 0.008, "int8": 0.03}
+"""For keys and values alone of this type: measured 1e-6, 0.4 %, 1.5 %."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -134,40 +113,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference(folder: str) -> None:
-    exact = logits(folder, kernels="reference")
-    reference = distance(logits(folder, kernels="reference", dtype="bfloat16"), exact)
-    found = distance(logits(folder, dtype="bfloat16"), exact)
-    print("BF16", found, reference)
-    assert 1e-4 < found < reference
+    exact = logits(folder, IDS, kernels="reference")
+    reference = distance(logits(folder, IDS, kernels="reference", dtype="bfloat16"), exact)
+    found = logits(folder, IDS, dtype="bfloat16")
+    assert 1e-4 < distance(found, exact) < min(BFLOAT16, reference)
+    for chunk in (1, 13):
+        assert distance(logits(folder, IDS, chunk, dtype="bfloat16"), exact) < BFLOAT16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantizing_at_load(folder: str, quantization: str, dtype: str) -> None:
-    exact = logits(folder, kernels="reference", quantization=quantization)
-    found = logits(folder, quantization=quantization, dtype=dtype)
-    print("QUANT", quantization, dtype, distance(found, exact))
+def test_quantized_at_load_is_near_the_dequantized_model(
+    folder: str, quantization: str, dtype: str
+) -> None:
+    exact = logits(folder, IDS, kernels="reference", quantization=quantization)
+    found = logits(folder, IDS, quantization=quantization, dtype=dtype)
+    assert 1e-3 < distance(found, exact) < EIGHT_BITS
+    # The weights' own rounding is much more, in 4 bits: it was these weights that ran.
+    if quantization == "int4":
+        assert distance(found, logits(folder, IDS, kernels="reference")) > 2 * EIGHT_BITS
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_gguf(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_file_kept_quantized_is_near_the_dequantized_model(
+    arch: str, dtype: str, tmp_path: Path
+) -> None:
     kinds = {
         "token_embd.weight": "Q6_K", "output.weight": "Q8_0", "blk.0.attn_q.weight": "Q8_0",
         "blk.0.attn_k.weight": "Q5_0", "blk.0.attn_v.weight": "Q4_1", "blk.1.attn_v.weight": "F16",
-        "blk.1.ffn_up.weight": "Q8_0", "blk.1.ffn_down.weight": "Q6_K",
-        "blk.0.ffn_down.weight": "Q4_K",
-    }
-    path = Written(tmp_path / "m.gguf", arch, "Q4_0", kinds=kinds).path
+        "blk.1.ffn_up.weight": "Q8_0", "blk.0.ffn_down.weight": "Q4_K",
+        "blk.1.ffn_down.weight": "Q6_K",
+    }  # fmt: skip
+    rng = np.random.default_rng(6)
+    # Scores of about 1: larger ones would make attention a choice that a rounding can turn.
+    small = {name: rng.normal(0, 0.06, shape) for name, shape in tensor_shapes(arch).items()}
+    path = Written(tmp_path / "m.gguf", arch, "Q4_0", kinds=kinds, extra=small).path
     ids = [i % VOCAB for i in IDS]
-    exact = logits(path, ids=ids, kernels="reference")
-    engine = native_engine(path, dtype="auto", max_model_len=256)
+    exact = logits(path, ids, kernels="reference")
+    # A file is kept as it is unless a type is asked for: the type is that of all else then.
+    engine = native_engine(path, dtype="auto", kv_dtype=dtype)
     assert engine.config.quantization == "keep"
-    found = engine_logits(engine, ids, POSITIONS, 256)
-    print("GGUF", arch, engine.config.dtype, distance(found, exact), exact.abs().max())
+    found = engine_logits(engine, ids, POSITIONS, chunk=50)
+    engine.close()
+    print("GGUF", arch, dtype, distance(found, exact), exact.std())
+    assert 1e-4 < distance(found, exact) < EIGHT_BITS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
-def test_kv(folder: str, dtype: str, kv_dtype: str) -> None:
-    exact = logits(folder, kernels="reference")
-    print("KV", dtype, kv_dtype, distance(logits(folder, dtype=dtype, kv_dtype=kv_dtype), exact))
+@pytest.mark.parametrize("kv_dtype", KEYS)
+def test_keys_and_values_of_another_type(folder: str, kv_dtype: str) -> None:
+    exact = logits(folder, IDS, kernels="reference")
+    found = distance(logits(folder, IDS, kv_dtype=kv_dtype), exact)
+    assert found < KEYS[kv_dtype]
+    assert kv_dtype == "float32" or found > KEYS[kv_dtype] / 10
+    # Beside activations of bfloat16, errors add as squares.
+    both = distance(logits(folder, IDS, dtype="bfloat16", kv_dtype=kv_dtype), exact)
+    assert both**2 < KEYS[kv_dtype] ** 2 + BFLOAT16**2

@@ -63,7 +63,14 @@ def has_native() -> bool:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library; raises `BuildError` or `OSError`."""
-    return ctypes.CDLL(str(build()))
+    path = str(build())
+    try:
+        return ctypes.CDLL(path)
+    except OSError:
+        # Some linkers keep the builder's own library as needed, though nothing in it is used.
+        import tvm_ffi  # noqa: F401: loads it
+
+        return ctypes.CDLL(path)
 
 
 def build(extra_flags: tuple[str, ...] = ()) -> Path:

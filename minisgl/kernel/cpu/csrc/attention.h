@@ -1,8 +1,10 @@
 // Attention over the pages of the KV pool, read where they lie.
 //
-// An item is one KV head of some consecutive tokens of one request, with all the query heads that
-// share it: `rows` = tokens x group. Keys are taken in blocks of 64 that begin at multiples of 64
-// of the sequence; each is brought into panels once and multiplied by the same tiles as weights:
+// An item is some consecutive tokens of a request and some of its KV heads, each with the `group` of
+// query heads that share it (Ainslie et al. 2023); or the decoding tokens of several requests whose
+// first pages are the same, which are then read once for all of them. Keys are taken in blocks of
+// 64 that begin at multiples of 64 of the sequence; each is brought into panels once and multiplied
+// by the same tiles as weights:
 //
 //   scores[rows][64] = q[rows][D] x keys      D x 64 as two panels
 //   acc[rows][D]     = acc * fix + p[rows][64] x values      64 x D in panels of 32
@@ -164,54 +166,55 @@ class Attention {
         top_(rows),
         totals_(16 * rows) {}
 
-  struct Item {
+  struct Sequence {
     const int32_t* pages;  // of the request
-    int head, heads;       // KV heads [head, head + heads)
     int64_t position;      // of the first token
     int tokens;
-    int64_t window;        // 0: all keys
-    const float* q;        // the first token's first query head of the first group, after RoPE
-    int64_t q_stride;      // floats from token to token
+    const float* q;  // the first token's first query head, after RoPE
+
+    int64_t end() const { return position + tokens; }
+  };
+
+  struct Item {
+    const Sequence* sequences;
+    int count;
+    int64_t shared;    // the first keys, a multiple of 64, are the same for all sequences
+    int head, heads;   // KV heads [head, head + heads)
+    int64_t window;    // 0: all keys
+    int64_t q_stride;  // floats from token to token
     float scale;
   };
 
   // Row (h * tokens + t) * group + g of the result, at `out() + row * wide()`, is head g of the
-  // group of KV head h, of token t. What `then`, if any, reads first is fetched meanwhile.
+  // group of KV head h, of token t; `tokens` counts those of all sequences. What `then`, if any,
+  // reads first is fetched meanwhile.
   void run(const KVLayer& kv, const Item& item, const Item* then = nullptr) {
-    const int rows = item.tokens * group_, all = item.heads * rows;
-    for (int h = 0; h < item.heads; ++h)
-      for (int t = 0; t < item.tokens; ++t)
-        for (int g = 0; g < group_; ++g)
-          put_query(item.q + t * item.q_stride + (h * group_ + g) * dim_,
-                    queries_.data() + (h * rows + t * group_ + g) * wide_);
+    int tokens = 0;
+    for (int i = 0; i < item.count; ++i) tokens += item.sequences[i].tokens;
+    rows_ = tokens * group_;
+    put_queries(item, tokens);
+    const int all = item.heads * rows_;
     std::fill(acc_.begin(), acc_.begin() + all * wide_, 0.0f);
     std::fill(top_.begin(), top_.begin() + all, kNone);
     std::fill(totals_.begin(), totals_.begin() + 16 * all, 0.0f);
-    const int64_t end = item.position + item.tokens;
-    int64_t slots[detail::kKeys], next[detail::kKeys];
-    int64_t key = first_key(item);
-    int count = find(kv, item, key, end, slots);
-    while (count) {
-      const int64_t after = key + detail::kKeys;
-      const int following = find(kv, item, after, end, next);
-      const int calls = item.heads * (8 + 4 * ((rows + kRows - 1) / kRows));
-      if (following) {
-        ahead_.begin(kv, item, next, following, calls);
-      } else if (then) {
-        int64_t* starts = starts_;
-        ahead_.begin(kv, *then, starts, find(kv, *then, first_key(*then), then->position + then->tokens, starts), calls);
-      }
+    for (Block block = first_block(kv, item); block.count;) {
+      const Block next = block_after(kv, item, block, then);
+      const bool common = block.key < item.shared;
+      const int first = common ? 0 : block.row, rows = common ? rows_ : block_rows(item, block);
+      const int tiles = (rows + kRows - 1) / kRows;
+      ahead_.begin(kv, next, item.heads * (8 + 4 * tiles));
       for (int h = 0; h < item.heads; ++h) {
-        bring(kv, item.head + h, slots, count);
-        const int tiles = (rows + kRows - 1) / kRows;
+        bring(kv, item.head + h, block);
         for (int i = 0; i < tiles; ++i) {
           const int row = int(tile_start(rows, tiles, i)), m = int(tile_start(rows, tiles, i + 1)) - row;
-          if (item.position + (row + m - 1) / group_ >= key) attend(item, key, h * rows, row, m);
+          const int64_t position = item.sequences[block.sequence].position;
+          if (common) attend<true>(item, block.key, 0, h * rows_ + row, m);
+          else if (position + (row + m - 1) / group_ >= block.key)
+            attend<false>(item, block.key, position * group_ + row, h * rows_ + first + row, m);
         }
       }
-      std::copy(next, next + following, slots);
-      count = following;
-      key = after;
+      block = next;
+      if (block.of_next) break;
     }
     for (int row = 0; row < all; ++row) {
       const float inverse = 1.0f / sum(load(totals_.data() + 16 * row));
@@ -236,6 +239,28 @@ class Attention {
     return x;
   }
 
+  // A block of 64 keys on the way through an item: where they are.
+  struct Block {
+    int sequence = 0, row = 0;  // whose keys, and its first row within a head's rows
+    int64_t key = 0;
+    int head, heads;
+    int count = 0;  // keys that are there; 0: the item has no more blocks
+    bool of_next = false;  // the first block of the item that follows
+    int64_t slots[detail::kKeys];
+  };
+
+  void put_queries(const Item& item, int tokens) {
+    for (int h = 0; h < item.heads; ++h) {
+      E* out = queries_.data() + h * tokens * group_ * wide_;
+      for (int i = 0; i < item.count; ++i) {
+        const Sequence& s = item.sequences[i];
+        for (int t = 0; t < s.tokens; ++t)
+          for (int g = 0; g < group_; ++g, out += wide_)
+            put_query(s.q + t * item.q_stride + ((item.head + h) * group_ + g) * dim_, out);
+      }
+    }
+  }
+
   void put_query(const float* q, E* out) {
     int i = 0;
     for (; i + 16 <= dim_; i += 16) {
@@ -249,22 +274,55 @@ class Attention {
     }
   }
 
-  // Of the first block that any of the item's tokens sees.
-  static int64_t first_key(const Item& item) {
-    const int64_t seen = item.window ? std::max<int64_t>(0, item.position + 1 - item.window) : 0;
+  // Of the first block that any of a sequence's tokens sees.
+  static int64_t first_key(const Item& item, const Sequence& s) {
+    const int64_t seen = item.window ? std::max<int64_t>(0, s.position + 1 - item.window) : 0;
     return seen / detail::kKeys * detail::kKeys;
   }
 
-  // The slots of the keys [key, key + 64) that are there; returns how many.
-  int find(const KVLayer& kv, const Item& item, int64_t key, int64_t end, int64_t* slots) {
-    const int count = int(std::max<int64_t>(0, std::min<int64_t>(detail::kKeys, end - key)));
-    if (!count) return 0;
-    int64_t page = key / kv.page_size, in_page = key % kv.page_size;
-    for (int i = 0; i < count; ++page, in_page = 0) {
-      const int64_t slot = int64_t(item.pages[page]) * kv.page_size;
-      for (; in_page < kv.page_size && i < count; ++in_page) slots[i++] = slot + in_page;
+  int block_rows(const Item& item, const Block& block) const {
+    return item.sequences[block.sequence].tokens * group_;
+  }
+
+  static Block first_block(const KVLayer& kv, const Item& item) {
+    Block block;
+    block.key = first_key(item, item.sequences[0]);
+    find(kv, item, block);
+    return block;
+  }
+
+  // All blocks of the shared keys, then what is left of each sequence; after the last one, `then`'s
+  // first.
+  Block block_after(const KVLayer& kv, const Item& item, const Block& now, const Item* then) const {
+    Block block;
+    block.sequence = now.sequence;
+    block.row = now.row;
+    block.key = now.key + detail::kKeys;
+    while (block.key >= item.shared && block.key >= item.sequences[block.sequence].end()) {
+      block.row += block_rows(item, block);
+      if (++block.sequence == item.count) {
+        if (!then) return Block{};
+        block = first_block(kv, *then);
+        block.of_next = true;
+        return block;
+      }
+      block.key = std::max(item.shared, first_key(item, item.sequences[block.sequence]));
     }
-    return count;
+    find(kv, item, block);
+    return block;
+  }
+
+  // The slots of the block's keys, as many as its sequence has.
+  static void find(const KVLayer& kv, const Item& item, Block& block) {
+    const Sequence& s = item.sequences[block.sequence];
+    block.head = item.head;
+    block.heads = item.heads;
+    block.count = int(std::min<int64_t>(detail::kKeys, s.end() - block.key));
+    int64_t page = block.key / kv.page_size, in_page = block.key % kv.page_size;
+    for (int i = 0; i < block.count; ++page, in_page = 0) {
+      const int64_t slot = int64_t(s.pages[page]) * kv.page_size;
+      for (; in_page < kv.page_size && i < block.count; ++in_page) block.slots[i++] = slot + in_page;
+    }
   }
 
   // Where a head of a token is, as E: in the pool itself, or converted to `room`.
@@ -294,12 +352,13 @@ class Attention {
     return room;
   }
 
-  // The keys and values of one head in these slots as panels, zeros up to 64.
-  void bring(const KVLayer& kv, int head, const int64_t* slots, int count) {
+  // The keys and values of one head of the block as panels, zeros up to 64.
+  void bring(const KVLayer& kv, int head, const Block& block) {
+    const int count = block.count;
     const E *keys[detail::kKeys], *values[detail::kKeys];
     E* room = staged_.data();
     for (int i = 0; i < count; ++i) {
-      const int64_t at = slots[i] * kv.heads + head;
+      const int64_t at = block.slots[i] * kv.heads + head;
       keys[i] = row_of(kv, kv.keys, kv.key_scales, at, room);
       values[i] = row_of(kv, kv.values, kv.value_scales, at, room + wide_);
       if (keys[i] == room) room += 2 * wide_;
@@ -329,27 +388,30 @@ class Attention {
     }
   }
 
-  // Add the block of keys that begins at `key` to rows [row, row + m) of the head whose rows
-  // begin at `base`.
-  void attend(const Item& item, int64_t key, int base, int row, int m) {
+  // Add the block of keys that begins at `key` to rows [row, row + m). They see `Every` key of it,
+  // or those up to their own position, which is (place + i) / group for row i.
+  template <bool Every>
+  void attend(const Item& item, int64_t key, int64_t place, int row, int m) {
     alignas(64) float scores[2][kRows * kPanel];
     float fix[kRows];
     const Input q = input(queries_.data(), wide_);
     for (int half = 0; half < 2; ++half) {
       const uint8_t* panel = (const uint8_t*)(keys_.data() + half * kPanel * wide_);
-      detail::kTiles[int(kType)][m - 1](panel, wide_, q, base + row, scores[half]);
+      detail::kTiles[int(kType)][m - 1](panel, wide_, q, row, scores[half]);
       ahead_.fetch();
     }
     for (int i = 0; i < m; ++i) {
-      const int64_t own = item.position + (row + i) / group_;
-      const int64_t first = item.window ? own + 1 - item.window : 0;
-      fix[i] = soften(scores, i, int(std::max<int64_t>(0, first - key)),
-                      int(std::min<int64_t>(detail::kKeys, own + 1 - key)), item.scale * kLog2E,
-                      base + row + i);
+      int from = 0, to = detail::kKeys;
+      if constexpr (!Every) {
+        const int64_t own = (place + i) / group_;
+        if (item.window) from = int(std::max<int64_t>(0, own + 1 - item.window - key));
+        to = int(std::min<int64_t>(detail::kKeys, own + 1 - key));
+      }
+      fix[i] = soften(scores, i, from, to, item.scale * kLog2E, row + i);
     }
     for (int d = 0; d < wide_; d += kPanel) {
       detail::kSums<E>[m - 1](values_.data() + d * detail::kKeys, p_.data(), fix,
-                              acc_.data() + (base + row) * wide_ + d, wide_);
+                              acc_.data() + row * wide_ + d, wide_);
       ahead_.fetch();
     }
   }
@@ -396,15 +458,16 @@ class Attention {
   // memory works while this thread computes.
   class Ahead {
    public:
-    void begin(const KVLayer& kv, const Item& item, const int64_t* slots, int count, int calls) {
-      row_bytes_ = item.heads * kv.dim * kv_bytes(kv.type);
-      stride_ = kv.heads * kv.dim * kv_bytes(kv.type);
-      offset_ = item.head * kv.dim * kv_bytes(kv.type);
+    void begin(const KVLayer& kv, const Block& block, int calls) {
+      const int64_t head_bytes = kv.dim * kv_bytes(kv.type);
+      row_bytes_ = block.heads * head_bytes;
+      stride_ = kv.heads * head_bytes;
+      offset_ = block.head * head_bytes;
       keys_ = kv.keys, values_ = kv.values;
-      slots_ = slots;
-      count_ = count;
+      slots_ = block.slots;
+      count_ = block.count;
       next_ = 0;
-      each_ = (count + calls - 1) / calls;
+      each_ = (count_ + calls - 1) / calls;
     }
 
     void fetch() {
@@ -423,7 +486,7 @@ class Attention {
   };
 
   Ahead ahead_;
-  int64_t starts_[detail::kKeys];
+  int rows_ = 0;  // of a head
   const int dim_, wide_, group_;
   Buffer<E> queries_, keys_, values_, staged_, p_;
   Buffer<float> acc_, top_, totals_;

@@ -25,27 +25,26 @@ struct Input {
 };
 
 // Quantize 32 values of one row: scale is the largest magnitude over 127.
-inline void quantize_block(const Input& x, int64_t row, int64_t block, const float* values) {
-  const F32x16 a = load(values), b = load(values + 16);
+inline void quantize_block(const Input& x, int64_t row, int64_t block, F32x16 a, F32x16 b) {
   const float top = largest(max(abs(a), abs(b)));
-  const float scale = top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
+  const float inverse = top > 0 ? 127.0f / top : 0.0f;
   int8_t* q = x.q8 + row * x.stride + block * kBlock;
-  store_i8(q, a * inverse);
-  store_i8(q + 16, b * inverse);
-  int32_t first = 0, second = 0;
-  for (int i = 0; i < 16; ++i) first += q[i], second += q[i + 16];
   const int64_t at = row * x.blocks() + block;
-  x.scale[at] = scale;
-  x.sums[2 * at] = first;
-  x.sums[2 * at + 1] = second;
+  x.scale[at] = top * (1.0f / 127.0f);
+  x.sums[2 * at] = store_i8(q, a * inverse);
+  x.sums[2 * at + 1] = store_i8(q + 16, b * inverse);
 }
 
 // Write 32 values of a row at column 32 * block in every form that the input has.
-inline void put_block(const Input& x, int64_t row, int64_t block, const float* values) {
+inline void put_block(const Input& x, int64_t row, int64_t block, F32x16 a, F32x16 b) {
   const int64_t at = row * x.stride + block * kBlock;
-  if (x.f32) store(x.f32 + at, load(values)), store(x.f32 + at + 16, load(values + 16));
-  if (x.b16) store_bf16(x.b16 + at, load(values)), store_bf16(x.b16 + at + 16, load(values + 16));
-  if (x.q8) quantize_block(x, row, block, values);
+  if (x.f32) store(x.f32 + at, a), store(x.f32 + at + 16, b);
+  if (x.b16) store_bf16(x.b16 + at, a), store_bf16(x.b16 + at + 16, b);
+  if (x.q8) quantize_block(x, row, block, a, b);
+}
+
+inline void put_block(const Input& x, int64_t row, int64_t block, const float* values) {
+  put_block(x, row, block, load(values), load(values + 16));
 }
 
 namespace detail {

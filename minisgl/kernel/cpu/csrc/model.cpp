@@ -4,7 +4,7 @@ namespace minisgl {
 
 namespace {
 
-constexpr int kQueryRows = 144;  // of an attention item: keys are brought into panels once for them
+constexpr int kQueryRows = 96;   // of an attention item: keys are brought into panels once for them
 
 template <class T>
 T* grow(Buffer<T>& v, int64_t size) {
@@ -43,6 +43,15 @@ Place place(const Linear& linear, int panel) {
   }
   const Weight& w = linear.weights[i];
   return {&w, panel, first + panel * kPanel, std::min(kPanel, w.n - panel * kPanel)};
+}
+
+// to[j] = from[j], added to what is there if `add`, for a panel's columns.
+void put_out(const float* from, int columns, bool add, float* to) {
+  if (columns == kPanel) {
+    for (int j = 0; j < kPanel; j += 16) store(to + j, add ? load(to + j) + load(from + j) : load(from + j));
+  } else {
+    for (int j = 0; j < columns; ++j) to[j] = add ? to[j] + from[j] : from[j];
+  }
 }
 
 void add_bias(const float* bias, const Place& at, int m, float* c) {
@@ -98,24 +107,70 @@ void Model::forward(Pool& pool, const Step& step) {
   });
 }
 
-// The tokens, and what of their attention is computed at once. A decoding token's heads go
-// together, as they lie in memory, if that leaves enough items for all threads.
+// The tokens, and what of their attention is computed at once.
 void Model::plan(const Step& step, int threads) {
   step_ = step;
   tokens_.clear();
   items_.clear();
-  const int64_t most = std::max(1, kQueryRows / (s_.q_heads / s_.kv_heads));
-  for (int64_t r = 0; r < step.count; ++r) {
-    const int64_t first = num_tokens(), cached = step.cached[r], n = step.lengths[r] - cached;
-    for (int64_t i = 0; i < n; ++i) tokens_.push_back({r, cached + i});
-    for (int64_t end = n; end > 0; end -= std::min(most, end)) {
-      const int64_t count = std::min(most, end), start = end - count;
-      const bool together = n == 1 && step.count >= 8 * threads && s_.q_heads <= kQueryRows;
-      const int heads = together ? s_.kv_heads : 1;
-      for (int head = 0; head < s_.kv_heads; head += heads)
-        items_.push_back({r, first + start, cached + start, int(count), head, heads});
+  for (int64_t r = 0; r < step.count; ++r)
+    for (int64_t i = step.cached[r]; i < step.lengths[r]; ++i) tokens_.push_back({r, i});
+  int64_t first = 0, decodes = 0;  // those that end before request r
+  for (int64_t r = 0; r <= step.count; ++r) {
+    const int64_t n = r < step.count ? step.lengths[r] - step.cached[r] : 0;
+    if (n == 1) {
+      ++decodes;
+    } else {
+      plan_decodes(r - decodes, first - decodes, decodes, threads);
+      decodes = 0;
+      if (n > 1) plan_prefill(r, first);
     }
+    first += n;
   }
+}
+
+// A prompt's chunk in pieces, the ones with the most keys first.
+void Model::plan_prefill(int64_t request, int64_t first) {
+  const int most = std::max(1, kQueryRows / (s_.q_heads / s_.kv_heads));
+  for (int64_t end = step_.lengths[request] - step_.cached[request]; end > 0;) {
+    const int count = int(std::min<int64_t>(most, end));
+    end -= count;
+    for (int head = 0; head < s_.kv_heads; ++head)
+      items_.push_back({request, first + end, 1, count, head, 1, 0});
+  }
+}
+
+// Decoding requests that follow each other. Those that share their first pages go together; and a
+// single one's heads, as they lie in memory, if that leaves enough items for all threads.
+void Model::plan_decodes(int64_t request, int64_t first, int64_t count, int threads) {
+  const int group = s_.q_heads / s_.kv_heads;
+  const int64_t groups = (4 * threads + s_.kv_heads - 1) / s_.kv_heads;
+  const int64_t most = std::min<int64_t>(kQueryRows / group, (count + groups - 1) / groups);
+  const bool together = count >= 8 * threads && s_.q_heads <= kQueryRows;
+  bool windowed = false;
+  for (const Layer& layer : layers_) windowed |= layer.window != 0;
+  for (int64_t i = 0; i < count;) {
+    int n = 1;
+    int64_t shared = 0;
+    for (; !windowed && i + n < count && n < most; ++n) {
+      const int64_t same = same_keys(request + i, request + i + n);
+      if (same < 2 * detail::kKeys || same < shared / 2) break;
+      shared = n == 1 ? same : std::min(shared, same);
+    }
+    const int heads = n == 1 && together ? s_.kv_heads : 1;
+    for (int head = 0; head < s_.kv_heads; head += heads)
+      items_.push_back({request + i, first + i, n, n, head, heads, shared});
+    i += n;
+  }
+}
+
+// How many of their first keys two decoding requests read from the same pages, in whole blocks.
+int64_t Model::same_keys(int64_t a, int64_t b) const {
+  const int32_t* x = step_.pages + step_.rows[a] * step_.page_stride;
+  const int32_t* y = step_.pages + step_.rows[b] * step_.page_stride;
+  const int64_t pages = std::min(step_.cached[a], step_.cached[b]) / s_.page_size;
+  int64_t same = 0;
+  while (same < pages && x[same] == y[same]) ++same;
+  return same * s_.page_size / detail::kKeys * detail::kKeys;
 }
 
 template <class E>
@@ -170,13 +225,7 @@ void multiply(Team& team, const Linear& linear, const Input& x, int64_t rows, fl
     multiply_tile(*at.weight, at.panel, x, row, m, c);
     add_bias(linear.bias, at, m, c);
     for (int i = 0; i < m; ++i) {
-      float* to = out + (row + i) * stride + at.first;
-      const float* from = c + i * kPanel;
-      if (add) {
-        for (int j = 0; j < at.columns; ++j) to[j] += from[j];
-      } else {
-        std::copy(from, from + at.columns, to);
-      }
+      put_out(c + i * kPanel, at.columns, add, out + (row + i) * stride + at.first);
     }
   });
 }
@@ -191,8 +240,10 @@ void Model::gate(Team& team, const Linear& gate_up) {
     add_bias(gate_up.bias, left, m, a);
     add_bias(gate_up.bias, right, m, b);
     for (int i = 0; i < m; ++i) {  // a panel's outputs beyond the last are zero, and stay so
-      act_and_mul(Act(s_.act), a + i * kPanel, b + i * kPanel, a + i * kPanel);
-      put_block(inner_, row + i, panel, a + i * kPanel);
+      const float *x = a + i * kPanel, *y = b + i * kPanel;
+      const Act act = Act(s_.act);
+      put_block(inner_, row + i, panel, apply(act, load(x)) * load(y),
+                apply(act, load(x + 16)) * load(y + 16));
     }
   });
 }
@@ -230,22 +281,27 @@ void Model::attend(Team& team, const Layer& layer, Attention<E>& attention) {
   const KVLayer kv{KVType(s_.kv_type), s_.kv_heads, s_.dim, s_.page_size, layer.keys, layer.values,
                    layer.key_scales, layer.value_scales};
   const bool aligned = s_.dim % kBlock == 0;
+  using Sequence = typename Attention<E>::Sequence;
+  Sequence room[2][kQueryRows];
+  const auto describe = [&](const AttentionItem& item, Sequence* sequences) {
+    for (int j = 0; j < item.requests; ++j) {
+      const int64_t request = item.request + j, token = item.token + j;
+      sequences[j] = {step_.pages + step_.rows[request] * step_.page_stride, tokens_[token].position,
+                      item.requests == 1 ? item.tokens : 1, qkv_.data() + token * stride};
+    }
+    return typename Attention<E>::Item{sequences,  item.requests, item.shared, item.head,
+                                       item.heads, layer.window,  stride,      s_.attention_scale};
+  };
   team.share(int64_t(items_.size()), [&](int64_t i) {
     const AttentionItem& item = items_[i];
-    const int64_t column = int64_t(item.head) * group * s_.dim;
-    const auto described = [&](const AttentionItem& item) {
-      return typename Attention<E>::Item{
-          step_.pages + step_.rows[item.request] * step_.page_stride,
-          item.head, item.heads, item.position, item.tokens, layer.window,
-          qkv_.data() + item.token * stride + int64_t(item.head) * group * s_.dim, stride,
-          s_.attention_scale};
-    };
-    const auto next = described(items_[std::min(i + 1, int64_t(items_.size()) - 1)]);
-    attention.run(kv, described(item), &next);
+    const auto now = describe(item, room[0]);
+    const auto next = describe(items_[std::min(i + 1, int64_t(items_.size()) - 1)], room[1]);
+    attention.run(kv, now, &next);
     for (int r = 0; r < item.heads * item.tokens * group; ++r) {
       const float* head = attention.out() + r * attention.wide();
-      const int kv_head = r / (item.tokens * group), g = kv_head * group + r % group;
-      const int64_t row = item.token + r / group % item.tokens, at = column + g * s_.dim;
+      const int kv_head = item.head + r / (item.tokens * group);
+      const int64_t row = item.token + r / group % item.tokens;
+      const int64_t at = int64_t(kv_head * group + r % group) * s_.dim;
       for (int d = 0; aligned && d < s_.dim; d += kBlock)
         put_block(context_, row, (at + d) / kBlock, head + d);
       if (!aligned) std::copy(head, head + s_.dim, attended_.data() + row * width + at);

@@ -109,9 +109,11 @@ class Model {
   struct Token {
     int64_t request, position;
   };
+  // Tokens [token, token + tokens) of the batch, of one request or one of each of several.
   struct AttentionItem {
-    int64_t request, token, position;  // token: its row in the batch
-    int tokens, head, heads;
+    int64_t request, token;
+    int requests, tokens, head, heads;
+    int64_t shared;
   };
   struct Best {
     float value;
@@ -119,6 +121,9 @@ class Model {
   };
 
   void plan(const Step& step, int threads);
+  void plan_prefill(int64_t request, int64_t first);
+  void plan_decodes(int64_t request, int64_t first, int64_t count, int threads);
+  int64_t same_keys(int64_t a, int64_t b) const;
   template <class E>
   void run(Team& team, Attention<E>& attention);
   void embed(Team& team);

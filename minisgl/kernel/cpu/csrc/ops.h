@@ -43,24 +43,17 @@ enum class Act : int { Silu = 0, Gelu = 1, GeluTanh = 2 };
 
 // x * sigmoid(t), the common form of SiLU (t = x) and of GELU's tanh approximation.
 inline F32x16 gated(F32x16 x, F32x16 t) {
-  return x / (1.0f + exp2(-kLog2E * min(max(t, splat(-87.0f)), splat(87.0f))));
+  t = min(max(t, splat(-87.0f)), splat(87.0f));
+  return x * inverse(1.0f + exp2(-kLog2E * t));
 }
 
-// out = act(gate) * up over the 32 columns of a panel; out may be gate.
-inline void act_and_mul(Act act, const float* gate, const float* up, float* out) {
-  for (int i = 0; i < kPanel; i += 16) {
-    const F32x16 x = load(gate + i);
-    F32x16 y;
-    if (act == Act::Silu) {
-      y = gated(x, x);
-    } else if (act == Act::GeluTanh) {
-      // 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
-      y = gated(x, 1.5957691216f * (x + 0.044715f * x * x * x));
-    } else {
-      for (int j = 0; j < 16; ++j) y[j] = 0.5f * x[j] * (1.0f + std::erf(x[j] * 0.70710678f));
-    }
-    store(out + i, y * load(up + i));
-  }
+inline F32x16 apply(Act act, F32x16 x) {
+  if (act == Act::Silu) return gated(x, x);
+  // 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+  if (act == Act::GeluTanh) return gated(x, 1.5957691216f * (x + 0.044715f * x * x * x));
+  F32x16 y;
+  for (int i = 0; i < 16; ++i) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+  return y;
 }
 
 // A row of n values in every form that the input has; n is padded with zeros up to the stride.

@@ -63,7 +63,23 @@ inline F32x16 max(F32x16 a, F32x16 b) {
 #endif
 }
 
-inline F32x16 min(F32x16 a, F32x16 b) { return -max(-a, -b); }
+inline F32x16 min(F32x16 a, F32x16 b) {
+#ifdef MINISGL_AVX512
+  return (F32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// 1 / x to the last bit or the one before: an estimate and one step of Newton's method.
+inline F32x16 inverse(F32x16 x) {
+#ifdef MINISGL_AVX512
+  const F32x16 guess = (F32x16)_mm512_rcp14_ps((__m512)x);
+  return fma(guess, fma(-x, guess, splat(1.0f)), guess);
+#else
+  return 1.0f / x;
+#endif
+}
 
 inline F32x16 to_f32(I32x16 v) { return __builtin_convertvector(v, F32x16); }
 
@@ -194,12 +210,16 @@ inline F32x16 load_i8(const int8_t* p) {
 #endif
 }
 
-// Rounded to the nearest integer; the values must lie within -128 .. 127.
-inline void store_i8(int8_t* p, F32x16 v) {
+// Rounded to the nearest integer, which must lie within -128 .. 127; returns the sum.
+inline int32_t store_i8(int8_t* p, F32x16 v) {
 #ifdef MINISGL_AVX512
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+  const __m512i q = _mm512_cvtps_epi32((__m512)v);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(q));
+  return _mm512_reduce_add_epi32(q);
 #else
-  for (int i = 0; i < 16; ++i) p[i] = int8_t(std::nearbyintf(v[i]));
+  int32_t total = 0;
+  for (int i = 0; i < 16; ++i) total += p[i] = int8_t(std::nearbyintf(v[i]));
+  return total;
 #endif
 }
 
