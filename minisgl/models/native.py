@@ -19,16 +19,15 @@ import numpy as np
 import torch
 
 from minisgl.core import Batch
-from minisgl.kernel.cpu import NATIVE_TYPES, PackedWeight, ThreadPool, library, pack_weight
-from minisgl.kernel.cpu import structs
+from minisgl.kernel.cpu import NATIVE_TYPES, PackedWeight, ThreadPool, library, pack_weight, structs
 from minisgl.kvcache import KVPool
-from minisgl.layers.quantized import DENSE, QuantizedWeight, WeightPart
 from minisgl.layers.linear import Linear
-
+from minisgl.layers.quantized import DENSE, QuantizedWeight, WeightPart
 from minisgl.utils.memory import Arena
 
 from .config import ModelConfig
 from .decoder import CausalLM, DecoderLayer
+from .utils import GatedMLP
 
 __all__ = ["NativeModel"]
 
@@ -151,6 +150,7 @@ class NativeModel:
 
     def _take_layer(self, index: int, layer: DecoderLayer) -> structs.Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, GatedMLP), "resolve() allows native kernels for dense models only"
         qk_norm = attention.attn.q_norm is not None
         return structs.Layer(
             input_norm=self._floats(layer.input_layernorm.weight),
@@ -175,12 +175,10 @@ class NativeModel:
     ) -> list[PackedWeight]:
         """One for each projection that was merged into the weight."""
         if isinstance(weight, torch.Tensor):
-            packed = [pack_weight(self._pool, part, arena=self._arena) for part in weight.split(list(rows))]
+            parts = [WeightPart(DENSE, part) for part in weight.split(list(rows))]
         else:
-            packed = [
-                self._pack_part(part)
-                for part in weight.parts
-            ]
+            parts = weight.parts
+        packed = [self._pack_part(part) for part in parts]
         self._kept += [part.data for part in packed]
         return packed
 

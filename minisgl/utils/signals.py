@@ -70,14 +70,19 @@ def hold_interrupts() -> Iterator[None]:
         yield
         return
     if _gate is None:
-        with catch_interrupts():
-            if _gate is None:  # nothing in Python handles SIGINT
-                yield
-            else:
-                with hold_interrupts():
-                    yield
-        return
+        with catch_interrupts(), _hold():
+            yield
+    else:
+        with _hold():
+            yield
+
+
+@contextmanager
+def _hold() -> Iterator[None]:
     gate = _gate
+    if gate is None:  # nothing in Python handles SIGINT
+        yield
+        return
     gate.depth += 1
     try:
         yield

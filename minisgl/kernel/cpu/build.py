@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(path)
     except OSError:
         # Some linkers keep the builder's own library as needed, though nothing in it is used.
-        import tvm_ffi  # noqa: F401: loads it
+        import tvm_ffi  # noqa: F401 (loads it)
 
         return ctypes.CDLL(path)
 
