@@ -1,7 +1,8 @@
 """A pytest plugin (`-p tests.other_library`): the native kernels come from another library.
 
 `MINISGL_TEST_LIBRARY` names it. `tests/unit/test_native_builds.py` runs the kernels' tests so on
-libraries built for other instruction sets and with sanitizers.
+libraries built for other instruction sets and with sanitizers. These see only what is allocated
+one by one, so each weight and KV pool is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from minisgl.kernel.cpu import build
+from minisgl.utils import memory
 
 _PATH = Path(os.environ["MINISGL_TEST_LIBRARY"])
 
@@ -19,7 +23,18 @@ def _other(extra_flags: tuple[str, ...] = ()) -> Path:
     return _PATH
 
 
+def _zeros(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+class _Arena(memory.Arena):
+    def take(self, num_bytes: int) -> torch.Tensor:
+        return _zeros(num_bytes)
+
+
 build.build = _other
+memory.zeros = _zeros
+memory.Arena = _Arena  # type: ignore[misc]
 
 
 def pytest_report_header() -> str:

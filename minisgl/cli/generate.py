@@ -11,6 +11,7 @@ from typing import Any
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, InvalidRequestError
 from minisgl.params import SamplingParams
+from minisgl.utils.heap import collector_paused
 
 from .flags import add_flags, from_flags
 
@@ -48,10 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError("--system needs the chat template, which --raw leaves out")
     text = _prompt(arguments)
 
-    from minisgl.llm import LLM
+    with collector_paused():
+        from minisgl.llm import LLM
 
-    start = time.perf_counter()
-    with LLM(arguments.model, **vars(config)) as llm:
+        start = time.perf_counter()
+        llm = LLM(arguments.model, **vars(config))
+    with llm:
         loaded = time.perf_counter()
         prompt, chat = _encode(llm, text, arguments)
         first, count = loaded, 0

@@ -7,21 +7,21 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from minisgl import __version__
 from minisgl.errors import MinisglError
 from minisgl.utils.logger import configure_logging
 
-from . import batch, bench, chat, generate, inspect, serve
 from .flags import Parser
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, chat, generate, batch, bench, inspect)
+_COMMANDS = ("serve", "chat", "generate", "batch", "bench", "inspect")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each command's module adds its own."""
+def build_parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
+    """The parser of these commands; the module of each, of its name, adds its own."""
     parser = Parser(
         prog="minisgl",
         description="A compact LLM inference engine.",
@@ -31,7 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         metavar="COMMAND", required=True, dest="command", parser_class=Parser
     )
-    for command in _COMMANDS:
+    for name in names:
+        command = import_module(f"minisgl.cli.{name}")
         command.add_parser(commands, _common_flags(getattr(command, "LOG_LEVEL", "warning")))
     return parser
 
@@ -55,12 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
-        named = [command for command in _names() if command in given]
+        named = [name for name in _COMMANDS if name in given]
         if named:
             _say(f"minisgl: error: flags go after the command: minisgl {named[0]} {given[0]} ...")
             return 2
         given.insert(0, "serve")
-    arguments = build_parser().parse_args(given)
+    # The others' modules are not worth waiting for, unless all are to be listed.
+    names = given[:1] if given and given[0] in _COMMANDS else _COMMANDS
+    arguments = build_parser(names).parse_args(given)
     configure_logging(arguments.log_level)
     try:
         code: int | None = arguments.run(arguments)
@@ -84,10 +87,6 @@ def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
     names = arguments.command, getattr(arguments, "benchmark", None)
     _say(f"minisgl {' '.join(filter(None, names))}: error: {line}")
     return code
-
-
-def _names() -> list[str]:
-    return [command.__name__.rpartition(".")[2] for command in _COMMANDS]
 
 
 def _say(line: str) -> None:

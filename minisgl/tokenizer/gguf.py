@@ -79,10 +79,8 @@ def _list(path: str, metadata: dict[str, Any], name: str) -> list[Any]:
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
     """Ids by text. Of equal texts the first keeps its id, the others can't be produced."""
-    vocabulary: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        vocabulary.setdefault(token, index)
-    return vocabulary
+    count = len(tokens)
+    return dict(zip(reversed(tokens), range(count - 1, -1, -1), strict=True))
 
 
 def _token_types(path: str, metadata: dict[str, Any], count: int) -> list[int]:
@@ -140,7 +138,7 @@ def _byte_level(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
             f"{', '.join(_PRE_TOKENIZERS)}; use the model's Hugging Face folder"
         )
     vocabulary = _vocabulary(_list(path, metadata, "tokens"))
-    merges = [_pair(path, merge) for merge in _list(path, metadata, "merges")]
+    merges = _pairs(path, _list(path, metadata, "merges"))
     # Llama 3's vocabulary has words that no sequence of merges reaches.
     model = models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe")
     backend = tokenizers.Tokenizer(model)
@@ -151,11 +149,16 @@ def _byte_level(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _pair(path: str, merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    if not left or not right:
-        raise CheckpointError(f"{path}: the merge {merge!r} is not two tokens with a space between")
-    return left, right
+def _pairs(path: str, merges: list[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not left or not right:
+            raise CheckpointError(
+                f"{path}: the merge {merge!r} is not two tokens with a space between"
+            )
+        pairs.append((left, right))
+    return pairs
 
 
 # ---- sentencepiece BPE ------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def _sentencepiece(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     tokens = _list(path, metadata, "tokens")
     vocabulary = _vocabulary(tokens)
     if "tokenizer.ggml.merges" in metadata:
-        merges = [_pair(path, merge) for merge in _list(path, metadata, "merges")]
+        merges = _pairs(path, _list(path, metadata, "merges"))
     else:
         scores = _list(path, metadata, "scores")
         if len(scores) != len(tokens):

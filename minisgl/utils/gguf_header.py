@@ -239,7 +239,10 @@ class _Cursor:
             if pos > size:
                 self.truncated(f"item {index} of {what}", start, pos)
             if keep:
-                items.append(self.text(start, pos, what))
+                try:
+                    items.append(buffer[start:pos].decode())
+                except UnicodeDecodeError:
+                    self.text(start, pos, what)  # raises, and says where
         self.pos = pos
         return items
 

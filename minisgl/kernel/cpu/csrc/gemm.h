@@ -151,14 +151,14 @@ struct Q6K {
   static F32x16 minimum(const uint8_t*, const uint8_t*, int) { return F32x16{}; }
 };
 
-template <class Q, int M, int H>
-__attribute__((always_inline)) inline void add_block(const uint8_t* s, const uint8_t* b, int half, const int8_t* q, int64_t stride,
-                      const float* scales, const int32_t* sums, int64_t blocks, F32x16 (*acc)[H]) {
+template <class Q, int M>
+__attribute__((always_inline)) inline void add_block(const uint8_t* s, const uint8_t* b, const int8_t* q, int64_t stride,
+                      const float* scales, const int32_t* sums, int64_t blocks, F32x16 (*acc)[2]) {
   constexpr int kQuads = 8 / Q::kHalves;
 #pragma GCC unroll 2
   for (int part = 0; part < Q::kHalves; ++part) {
-    I32x16 t[M][H];
-#pragma GCC unroll 12
+    I32x16 t[M][2];
+#pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       int32_t zero = 0;
       if (Q::kZero) {
@@ -166,66 +166,69 @@ __attribute__((always_inline)) inline void add_block(const uint8_t* s, const uin
         zero = -Q::kZero * (Q::kHalves == 1 ? sum[0] + sum[1] : sum[part]);
       }
 #pragma GCC unroll 2
-      for (int h = 0; h < H; ++h) t[m][h] = splat(zero);
+      for (int h = 0; h < 2; ++h) t[m][h] = splat(zero);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < kQuads; ++j) {
       const int quad = part * kQuads + j;
-      U32x16 w[H];
+      U32x16 w[2];
 #pragma GCC unroll 2
-      for (int h = 0; h < H; ++h) w[h] = Q::quad(b, half + h, quad);
-#pragma GCC unroll 12
+      for (int h = 0; h < 2; ++h) w[h] = Q::quad(b, h, quad);
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         uint32_t a;
         std::memcpy(&a, q + m * stride + 4 * quad, 4);
 #pragma GCC unroll 2
-        for (int h = 0; h < H; ++h) t[m][h] = dot_int8(t[m][h], w[h], a);
+        for (int h = 0; h < 2; ++h) t[m][h] = dot_int8(t[m][h], w[h], a);
       }
     }
-    F32x16 d[H];
+    F32x16 d[2];
 #pragma GCC unroll 2
-    for (int h = 0; h < H; ++h) d[h] = Q::scale(s, b, half + h, part);
-#pragma GCC unroll 12
+    for (int h = 0; h < 2; ++h) d[h] = Q::scale(s, b, h, part);
+#pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-      for (int h = 0; h < H; ++h)
+      for (int h = 0; h < 2; ++h)
         acc[m][h] = fma(to_f32(t[m][h]), d[h] * scales[m * blocks], acc[m][h]);
   }
   if (Q::kMin) {
-    F32x16 low[H];
+    F32x16 low[2];
 #pragma GCC unroll 2
-    for (int h = 0; h < H; ++h) low[h] = Q::minimum(s, b, half + h);
-#pragma GCC unroll 12
+    for (int h = 0; h < 2; ++h) low[h] = Q::minimum(s, b, h);
+#pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       const int32_t* sum = sums + 2 * m * blocks;
       const float total = scales[m * blocks] * float(sum[0] + sum[1]);
 #pragma GCC unroll 2
-      for (int h = 0; h < H; ++h) acc[m][h] = fma(low[h], splat(total), acc[m][h]);
+      for (int h = 0; h < 2; ++h) acc[m][h] = fma(low[h], splat(total), acc[m][h]);
     }
   }
 }
 
-// H = 2 takes all 32 outputs at once, for few rows; with many rows the registers hold 16.
+// Six rows of 32 outputs fill the registers: their sums in floats and in integers.
 template <class Q, int M, bool Super>
 void tile_quant(const uint8_t* w, int k, const Input& x, int64_t row, float* c) {
-  constexpr int H = M <= 4 ? 2 : 1;
-  const int64_t blocks = x.blocks();
-  for (int half = 0; half < 2; half += H) {
-    F32x16 acc[M][H] = {};
-    const uint8_t *s = w, *b = w;
-    const int8_t* q = x.q8 + row * x.stride;
-    const float* scales = x.scale + row * blocks;
-    const int32_t* sums = x.sums + 2 * row * blocks;
-    for (int i = 0; i < k / kBlock; ++i) {
-      if constexpr (Super) {
-        if (i % 8 == 0) s = b, b += Q::kHead;
-      }
-      add_block<Q, M, H>(s, b, half, q + i * kBlock, x.stride, scales + i, sums + 2 * i, blocks, acc);
-      b += Q::kBytes;
-    }
-    for (int m = 0; m < M; ++m)
-      for (int h = 0; h < H; ++h) store(c + m * kPanel + 16 * (half + h), acc[m][h]);
+  if constexpr (M > 6) {
+    constexpr int kFirst = (M + 1) / 2;
+    tile_quant<Q, kFirst, Super>(w, k, x, row, c);
+    tile_quant<Q, M - kFirst, Super>(w, k, x, row + kFirst, c + kFirst * kPanel);
+    return;
   }
+  const int64_t blocks = x.blocks();
+  F32x16 acc[M][2] = {};
+  const uint8_t *s = w, *b = w;
+  const int8_t* q = x.q8 + row * x.stride;
+  const float* scales = x.scale + row * blocks;
+  const int32_t* sums = x.sums + 2 * row * blocks;
+  for (int i = 0; i < k / kBlock; ++i) {
+    if constexpr (Super) {
+      if (i % 8 == 0) s = b, b += Q::kHead;
+    }
+    add_block<Q, M>(s, b, q + i * kBlock, x.stride, scales + i, sums + 2 * i, blocks, acc);
+    b += Q::kBytes;
+  }
+  for (int m = 0; m < M; ++m)
+    for (int h = 0; h < 2; ++h) store(c + m * kPanel + 16 * h, acc[m][h]);
 }
 
 using Tile = void (*)(const uint8_t*, int, const Input&, int64_t, float*);
