@@ -153,7 +153,7 @@ void Model::plan_decodes(int64_t request, int64_t first, int64_t count, int thre
     int64_t shared = 0;
     for (; !windowed && i + n < count && n < most; ++n) {
       const int64_t same = same_keys(request + i, request + i + n);
-      if (same < 2 * detail::kKeys || same < shared / 2) break;
+      if (same < 2 * detail::kBlockKeys || same < shared / 2) break;
       shared = n == 1 ? same : std::min(shared, same);
     }
     const int heads = n == 1 && together ? s_.kv_heads : 1;
@@ -170,7 +170,7 @@ int64_t Model::same_keys(int64_t a, int64_t b) const {
   const int64_t pages = std::min(step_.cached[a], step_.cached[b]) / s_.page_size;
   int64_t same = 0;
   while (same < pages && x[same] == y[same]) ++same;
-  return same * s_.page_size / detail::kKeys * detail::kKeys;
+  return same * s_.page_size / detail::kBlockKeys * detail::kBlockKeys;
 }
 
 template <class E>
@@ -250,7 +250,7 @@ void Model::gate(Team& team, const Linear& gate_up) {
 
 void Model::rotate_and_store(Team& team, const Layer& layer) {
   const int q_size = s_.q_heads * s_.dim, kv_size = s_.kv_heads * s_.dim;
-  const KVType type = KVType(s_.kv_type);
+  const KVLayer kv = kv_layer(layer);
   team.split(num_tokens(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Token& t = tokens_[i];
@@ -264,22 +264,28 @@ void Model::rotate_and_store(Team& team, const Layer& layer) {
       const int32_t* pages = step_.pages + step_.rows[t.request] * step_.page_stride;
       const int64_t page = pages[t.position / s_.page_size];
       const int64_t slot = page * s_.page_size + t.position % s_.page_size;
+      const bool last = t.position + 1 == step_.lengths[t.request];
+      const bool fresh = last && t.position - slot % kKeys >= step_.cached[t.request];
       for (int h = 0; h < s_.kv_heads; ++h) {
-        const int64_t at = slot * s_.kv_heads + h;
         const float* key = row + q_size + h * s_.dim;
-        store_kv(type, layer.keys, layer.key_scales, at, key, s_.dim);
-        store_kv(type, layer.values, layer.value_scales, at, key + kv_size, s_.dim);
+        store_kv(kv, slot, h, key, key + kv_size, fresh);
       }
     }
   });
+}
+
+KVLayer Model::kv_layer(const Layer& layer) const {
+  const KVType type = KVType(s_.kv_type);
+  return {type, s_.kv_heads, s_.dim, s_.page_size,
+          holds_panels(type, Type(s_.compute), s_.dim, s_.page_size),
+          layer.keys, layer.values, layer.key_scales, layer.value_scales};
 }
 
 template <class E>
 void Model::attend(Team& team, const Layer& layer, Attention<E>& attention) {
   const int group = s_.q_heads / s_.kv_heads, width = s_.q_heads * s_.dim;
   const int64_t stride = width + 2 * s_.kv_heads * s_.dim;
-  const KVLayer kv{KVType(s_.kv_type), s_.kv_heads, s_.dim, s_.page_size, layer.keys, layer.values,
-                   layer.key_scales, layer.value_scales};
+  const KVLayer kv = kv_layer(layer);
   const bool aligned = s_.dim % kBlock == 0;
   using Sequence = typename Attention<E>::Sequence;
   Sequence room[2][kQueryRows];

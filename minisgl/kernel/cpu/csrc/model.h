@@ -132,6 +132,7 @@ class Model {
   template <class E>
   void attend(Team& team, const Layer& layer, Attention<E>& attention);
   void gate(Team& team, const Linear& gate_up);
+  KVLayer kv_layer(const Layer& layer) const;
   int64_t num_tokens() const { return int64_t(tokens_.size()); }
 
   const Sizes s_;

@@ -52,24 +52,21 @@ class RowDrawer {
  private:
   struct Cut {
     float value;
-    int64_t equal;
-  };
-  struct Share {
-    int64_t count;
-    double mass;
+    int64_t equal, of;  // how many of those equal to `value` are kept, of how many that there are
   };
 
   float largest_logit(const float* logits) const;
   void exponentiate(const float* logits, float largest, float temperature);
-  float end(int64_t top_k, float top_p, float min_p);
+  Cut cut(int64_t top_k, float top_p, float min_p);
   Cut find(float lowest, double limit, bool by_mass);
-  void keep_first(float value, int64_t count);
+  void drop_equal(Cut cut);
   int64_t invert(float lowest, double uniform);
 
   const int64_t vocab_;
-  Buffer<float> p_;       // by id, the largest 1; zeros to the end of a block
-  Buffer<float> values_;  // those among which `find` still looks
-  std::vector<double> masses_;  // of each block
+  Buffer<float> p_;  // by id, the largest is 1; zeros to the end of the last block
+  float least_;      // the smallest above 0
+  Buffer<float> values_;        // those among which `find` still looks
+  std::vector<double> masses_;  // of each block, what is kept of it
 };
 
 class Drawer {
