@@ -48,8 +48,8 @@ class EngineConfig:
     )
     deterministic: bool = option(
         False,
-        "compute each row in an order that depends on nothing else in the batch, bit for bit; "
-        "needs the native CPU kernels",
+        "promise results that depend on nothing else in the batch, bit for bit: what the native "
+        "CPU kernels always give, and an error where they don't run",
     )
     device: str = option("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(

@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -43,23 +42,17 @@ _STARTS = 3
 def bench_cpu_suite(model: str, config: EngineConfig, *, repeats: int) -> dict[str, Any]:
     """Run all four `repeats` times after a warm-up and measure the machine's limits.
 
-    Where native kernels run, a second engine with --deterministic does the same, run by run, for
-    its price. Raises `ConfigError` off the CPU, and for a model whose context is too short.
+    Raises `ConfigError` off the CPU, and for a model whose context is too short.
     """
     if repeats < 1:
         raise ConfigError(f"--repeats = {repeats} must be at least 1")
     resolve_model_path(model)  # raises where there is none, before a process is started for it
     start_s = first_token_s(model, config)  # first: nothing else is in memory yet
-    with ExitStack() as stack:
-        llm = stack.enter_context(LLM(model, **vars(config)))
+    with LLM(model, **vars(config)) as llm:
         resolved = llm.engine.config
         if resolved.device.type != "cpu":
             raise ConfigError(f"--suite cpu measures the CPU, not {resolved.device}: --device cpu")
         limits = _Limits(llm)
-        engines = [llm]
-        if resolved.native and not resolved.deterministic:
-            slower = {**vars(config), "deterministic": True}
-            engines.append(stack.enter_context(LLM(model, **slower)))
         return {
             "benchmark": "suite cpu",
             "model": model,
@@ -67,13 +60,13 @@ def bench_cpu_suite(model: str, config: EngineConfig, *, repeats: int) -> dict[s
             "quantization": resolved.quantization,
             "kv_dtype": str(resolved.kv_dtype).removeprefix("torch."),
             "native": resolved.native,
-            "deterministic": resolved.deterministic,
+            "deterministic": resolved.native,
             "repeats": repeats,
             "weight_bytes_read": limits.weight_bytes,
             "read_gb_per_s": round(limits.bandwidth / 1e9, 1),
             "gemm_gflop_per_s": round(limits.gemm_rate / 1e9),
             "first_token_s": round(start_s, 2),
-            "rows": _rows(engines, limits, repeats),
+            "rows": _rows(llm, limits, repeats),
         }
 
 
@@ -145,31 +138,22 @@ class _Limits:
         return seconds
 
 
-def _rows(engines: list[LLM], limits: _Limits, repeats: int) -> list[dict[str, Any]]:
-    """All workloads on all engines in turn; the first is held against the limits."""
-    first = engines[0]
+def _rows(llm: LLM, limits: _Limits, repeats: int) -> list[dict[str, Any]]:
+    """All workloads in turn, `repeats` times."""
     loads = {name: make_workload(name, limits.model.vocab_size) for name in ROWS}
     longest = max(len(job.prompt) + job.output_len for jobs in loads.values() for job in jobs)
-    if longest > first.max_model_len:
+    if longest > llm.max_model_len:
         raise ConfigError(
             f"--suite cpu has sequences of {longest} tokens; this model runs up to "
-            f"{first.max_model_len} here (--max-model-len)"
+            f"{llm.max_model_len} here (--max-model-len)"
         )
-    for llm in engines:
-        for jobs in loads.values():
-            run_jobs(llm, [Job(job.prompt[:32], 4) for job in jobs])
-    runs: dict[str, list[list[Run]]] = {name: [] for name in loads}
+    for jobs in loads.values():
+        run_jobs(llm, [Job(job.prompt[:32], 4) for job in jobs])
+    runs: dict[str, list[Run]] = {name: [] for name in loads}
     for _ in range(repeats):
         for name, jobs in loads.items():
-            runs[name].append([run_jobs(llm, jobs) for llm in engines])
-    rows = []
-    for name, jobs in loads.items():
-        run, *others = [median_run(list(found)) for found in zip(*runs[name], strict=True)]
-        row = _row(name, jobs, run, limits)
-        for other in others:
-            row["deterministic"] = round(_figure(name, jobs, other), 2)
-        rows.append(row)
-    return rows
+            runs[name].append(run_jobs(llm, jobs))
+    return [_row(name, jobs, median_run(runs[name]), limits) for name, jobs in loads.items()]
 
 
 def _row(name: str, jobs: list[Job], run: Run, limits: _Limits) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from minisgl.models.base import BaseLLMModel
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.transfer import to_device
 
+from .drawer import Drawer
 from .inputs import fill_batch
 
 __all__ = ["NativeForward", "TorchForward"]
@@ -75,7 +76,7 @@ class NativeForward:
 
         assert isinstance(model, CausalLM), "resolve() allows native kernels for these only"
         self._native = NativeModel(model, model_config, config.dtype, config.threads)
-        self._deterministic = config.deterministic
+        self._vocab_size = model_config.vocab_size
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +85,7 @@ class NativeForward:
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """Compute with this memory from now on."""
-        self._native.bind(pool, page_table, token_pool, self._deterministic)
+        self._native.bind(pool, page_table, token_pool)
 
     def run(self, batch: Batch) -> None:
         """Compute the batch; a prompt's logits go to its sink."""
@@ -100,6 +101,12 @@ class NativeForward:
     def greedy(self, places: np.ndarray) -> torch.Tensor:
         """The most likely token after each of the requests at `places [n]`: `[n]` int64."""
         return self._native.greedy(self._last_rows[places])
+
+    def drawer(self) -> Drawer:
+        """Draws tokens by the same threads."""
+        from minisgl.kernel.cpu.sample import NativeDrawer
+
+        return NativeDrawer(self._native._pool, self._vocab_size)
 
     def _score(self, sink: PromptLogitsSink) -> None:
         rows = sink.rows.numpy()

@@ -57,9 +57,7 @@ class NativeModel:
         self._rope = self._floats(rope._cos_sin_cache)
         self._logit_size = config.vocab_size
 
-    def bind(
-        self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor, deterministic: bool
-    ) -> None:
+    def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """Connect to the engine's memory: `page_table`, `token_pool` int32, a row a request."""
         layers = (structs.Layer * len(self._layers))(*self._layers)
         for i, layer in enumerate(layers):
@@ -81,7 +79,6 @@ class NativeModel:
             kv_type=_KV_TYPES[pool.data.dtype],
             page_size=pool.shape.page_size,
             compute=NATIVE_TYPES[self._dtype],
-            deterministic=deterministic,
             eps=config.rms_norm_eps,
             attention_scale=1 / math.sqrt(config.head_dim),
             rope=self._rope,

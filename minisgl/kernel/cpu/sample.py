@@ -103,7 +103,7 @@ class NativeDrawer:
 
 
 def _pointer(array: np.ndarray, dtype: type[np.generic], count: int, name: str) -> ctypes.c_void_p:
-    if array.dtype != dtype or array.shape != (count,) or array.strides[0] != array.itemsize:
+    if array.dtype != dtype or array.shape != (count,) or not array.flags.c_contiguous:
         raise ValueError(
             f"{name} is {array.shape} {array.dtype} with strides {array.strides}: it must be a "
             f"contiguous [{count}] {np.dtype(dtype)}"

@@ -61,7 +61,6 @@ class Sizes(ctypes.Structure):
         ("kv_type", ctypes.c_int),
         ("page_size", ctypes.c_int),
         ("compute", ctypes.c_int),
-        ("deterministic", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
         ("rope", _Pointer),

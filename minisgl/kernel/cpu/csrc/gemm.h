@@ -10,7 +10,13 @@
 
 namespace minisgl {
 
-constexpr int kRows = 12;  // rows of a tile: 24 sums of two vectors and what feeds them fit 32 registers
+// Rows of a tile: 24 sums of one vector and what feeds them fit the 32 registers of AVX-512; others
+// have half as many, or vectors of a fraction of the size.
+#ifdef MINISGL_AVX512
+constexpr int kRows = 12;
+#else
+constexpr int kRows = 4;
+#endif
 
 // Activations in the forms that the weights at hand multiply; unused ones are null.
 struct Input {
@@ -26,8 +32,8 @@ struct Input {
 
 // Quantize 32 values of one row: scale is the largest magnitude over 127.
 inline void quantize_block(const Input& x, int64_t row, int64_t block, F32x16 a, F32x16 b) {
-  const float top = largest(max(abs(a), abs(b)));
-  const float inverse = top > 0 ? 127.0f / top : 0.0f;
+  const float top = largest_abs(a, b);
+  const float inverse = top > 1e-36f ? 127.0f / top : 0.0f;  // smaller ones would overflow
   int8_t* q = x.q8 + row * x.stride + block * kBlock;
   const int64_t at = row * x.blocks() + block;
   x.scale[at] = top * (1.0f / 127.0f);
@@ -233,10 +239,15 @@ void tile_quant(const uint8_t* w, int k, const Input& x, int64_t row, float* c) 
 
 using Tile = void (*)(const uint8_t*, int, const Input&, int64_t, float*);
 
+#ifdef MINISGL_AVX512
 #define MINISGL_ROWS(f, ...) \
   {f(1, __VA_ARGS__), f(2, __VA_ARGS__), f(3, __VA_ARGS__), f(4, __VA_ARGS__), f(5, __VA_ARGS__), \
    f(6, __VA_ARGS__), f(7, __VA_ARGS__), f(8, __VA_ARGS__), f(9, __VA_ARGS__), f(10, __VA_ARGS__), \
    f(11, __VA_ARGS__), f(12, __VA_ARGS__)}
+#else
+#define MINISGL_ROWS(f, ...) \
+  {f(1, __VA_ARGS__), f(2, __VA_ARGS__), f(3, __VA_ARGS__), f(4, __VA_ARGS__)}
+#endif
 #define MINISGL_PLAIN(M, name) name<M>
 #define MINISGL_QUANT(M, Q, S) tile_quant<Q, M, S>
 

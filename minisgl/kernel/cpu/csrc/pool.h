@@ -6,8 +6,12 @@
 //   });
 //
 // Waiting spins for a short time, because a step has a few hundred barriers a millisecond or less
-// apart, then sleeps in the kernel: a thread that spins on takes the CPU from one that computes
-// when another process wants it too.
+// apart, then sleeps in the kernel.
+//
+// When another process takes one of the CPUs, the thread there stands still for milliseconds and
+// all others wait for it at every barrier: two threads are then slower than one. So the pool counts
+// how often the system interrupted its threads, leaves one out when that goes on, and tries again
+// later. Results never depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +23,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/resource.h>
 #endif
 
 namespace minisgl {
@@ -40,14 +47,54 @@ inline void await_change(std::atomic<uint32_t>& value, uint32_t old, int spins) 
   value.wait(old, std::memory_order_acquire);
 }
 
+// How often the system took the CPU from this thread for another one.
+inline long interruptions() {
+#if defined(__linux__)
+  rusage usage;
+  if (getrusage(RUSAGE_THREAD, &usage) == 0) return usage.ru_nivcsw;
+#endif
+  return 0;
+}
+
+// How many threads to use, by whether runs were interrupted.
+class Crowding {
+ public:
+  explicit Crowding(int threads) : most_(threads), now_(threads) {}
+
+  int threads() const { return now_; }
+
+  void ran(bool interrupted) {
+    score_ = 0.8f * score_ + (interrupted ? 1.0f : 0.0f);
+    if (now_ > 1 && score_ > 1.5f) {  // within a few runs: not a passing daemon
+      --now_;
+      score_ = 0;
+      patience_ = std::min(2 * patience_, kMostPatience);
+      left_ = patience_;
+    } else if (now_ < most_ && --left_ <= 0) {
+      ++now_;
+      score_ = 0;
+      left_ = patience_;
+    } else if (now_ == most_ && --left_ <= 0) {
+      patience_ = kLeastPatience;
+    }
+  }
+
+ private:
+  static constexpr int kLeastPatience = 32, kMostPatience = 1024;  // runs until the next trial
+
+  const int most_;
+  int now_, patience_ = kLeastPatience, left_ = kLeastPatience;
+  float score_ = 0;
+};
+
 class Pool;
 
 class Team {
  public:
-  Team(Pool& pool, int id) : pool_(pool), id_(id) {}
+  Team(Pool& pool, int id, int size) : pool_(pool), id_(id), size_(size) {}
 
   int id() const { return id_; }
-  int size() const;
+  int size() const { return size_; }
 
   // Until every thread has come here.
   void wait();
@@ -61,24 +108,24 @@ class Team {
   // The same for pieces of a fixed cost, such as copying: f(begin, end), once for each thread.
   template <class F>
   void split(int64_t count, F&& f) {
-    const int64_t begin = count * id_ / size(), end = count * (id_ + 1) / size();
+    const int64_t begin = count * id_ / size_, end = count * (id_ + 1) / size_;
     if (begin < end) f(begin, end);
   }
 
  private:
   Pool& pool_;
-  const int id_;
+  const int id_, size_;
 };
 
 class Pool {
  public:
-  explicit Pool(int threads) : ranges_(threads) {
+  explicit Pool(int threads) : ranges_(threads), crowding_(threads) {
     for (int id = 1; id < threads; ++id) workers_.emplace_back([this, id] { work(id); });
   }
 
   ~Pool() {
     job_ = nullptr;
-    start();
+    start(size());
     for (auto& worker : workers_) worker.join();
   }
 
@@ -86,33 +133,42 @@ class Pool {
 
   int size() const { return int(ranges_.size()); }
 
-  // Run the job on all threads, the caller's included, and return when all are done.
+  // Run the job on all threads, or as many as others leave, the caller's included; return when all
+  // are done.
   void run(const std::function<void(Team&)>& job) {
-    Team team(*this, 0);
+    const int threads = crowding_.threads();
+    Team team(*this, 0, threads);
+    interrupted_.store(0, std::memory_order_relaxed);
+    const long before = interruptions();
     job_ = &job;
-    start();
+    if (threads > 1) start(threads);
     job(team);
-    arrive();
+    team.wait();
+    const long others = interrupted_.load(std::memory_order_relaxed);
+    crowding_.ran(interruptions() - before + others > 0);
   }
 
  private:
   friend class Team;
 
   // Between two steps Python has some hundred microseconds of work; between two barriers less.
+  static constexpr uint32_t kMostThreads = 2048;
   static constexpr int kStepSpins = 20000, kBarrierSpins = 4000;
 
   struct alignas(64) Range {
     std::atomic<uint64_t> next_end{0};  // the next item, and past the last, in 32 bits each
   };
 
-  void start() {
-    epoch_.fetch_add(1, std::memory_order_release);
+  // The run's number and its threads in one word, so that no thread sees one without the other.
+  void start(int threads) {
+    epoch_.store((epoch_.load(std::memory_order_relaxed) / kMostThreads + 1) * kMostThreads + threads,
+                 std::memory_order_release);
     epoch_.notify_all();
   }
 
-  void arrive() {
+  void arrive(int threads) {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size())) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads)) {
       arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
       turn_.notify_all();
@@ -122,12 +178,19 @@ class Pool {
   }
 
   void work(int id) {
-    Team team(*this, id);
-    for (uint32_t epoch = 0;; ++epoch) {
+    long before = 0;
+    for (uint32_t epoch = 0;;) {
       await_change(epoch_, epoch, kStepSpins);
+      epoch = epoch_.load(std::memory_order_acquire);
+      const int threads = int(epoch % kMostThreads);
+      if (id >= threads) continue;
       if (!job_) return;
+      Team team(*this, id, threads);
       (*job_)(team);
-      arrive();
+      const long now = interruptions();
+      interrupted_.fetch_add(now - before, std::memory_order_relaxed);
+      before = now;
+      team.wait();
     }
   }
 
@@ -144,20 +207,20 @@ class Pool {
   std::vector<Range> ranges_;
   std::vector<std::thread> workers_;
   const std::function<void(Team&)>* job_ = nullptr;
+  Crowding crowding_;
+  std::atomic<long> interrupted_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
 };
 
-inline int Team::size() const { return pool_.size(); }
-
 inline void Team::wait() {
-  if (size() > 1) pool_.arrive();
+  if (size_ > 1) pool_.arrive(size_);
 }
 
 template <class F>
 void Team::share(int64_t count, F&& f) {
-  const int n = size();
+  const int n = size_;
   const uint64_t begin = count * id_ / n, end = count * (id_ + 1) / n;
   pool_.ranges_[id_].next_end.store(begin | end << 32, std::memory_order_release);
   // A thread that has not begun yet has an empty range: it does its part itself.

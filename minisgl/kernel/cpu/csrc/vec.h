@@ -5,6 +5,7 @@
 // are kept as their 16 bits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -93,6 +94,21 @@ inline float sum(F32x16 v) {
 #endif
 }
 
+// The largest magnitude; a NaN counts as the largest of all.
+inline float largest_abs(F32x16 a, F32x16 b) {
+  // Without their signs, floats are ordered as integers are, and NaN comes last.
+  const I32x16 x = (I32x16)a & 0x7fffffff, y = (I32x16)b & 0x7fffffff;
+#ifdef MINISGL_AVX512
+  const int32_t top = _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)x, (__m512i)y));
+#else
+  int32_t top = 0;
+  for (int i = 0; i < 16; ++i) top = std::max(top, std::max(x[i], y[i]));
+#endif
+  float result;
+  std::memcpy(&result, &top, 4);
+  return result;
+}
+
 inline float largest(F32x16 v) {
 #ifdef MINISGL_AVX512
   return _mm512_reduce_max_ps((__m512)v);
@@ -112,7 +128,6 @@ inline bool any_above(F32x16 a, F32x16 b) {
 #endif
 }
 
-inline F32x16 abs(F32x16 v) { return (F32x16)((U32x16)v & splat(0x7fffffffu)); }
 
 // -- memory -------------------------------------------------------------------------------
 
@@ -210,8 +225,9 @@ inline F32x16 load_i8(const int8_t* p) {
 #endif
 }
 
-// Rounded to the nearest integer, which must lie within -128 .. 127; returns the sum.
+// Rounded to the nearest integers from -127 to 127, whatever the values; returns their sum.
 inline int32_t store_i8(int8_t* p, F32x16 v) {
+  v = min(max(v, splat(-127.0f)), splat(127.0f));
 #ifdef MINISGL_AVX512
   const __m512i q = _mm512_cvtps_epi32((__m512)v);
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(q));
