@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from minisgl.config import EngineConfig, ModelFacts, resolve
 from minisgl.errors import ConfigError, UnsupportedModelError
+from minisgl.kvcache import KVShape
 from minisgl.layers import set_rope_device
 from minisgl.layers.rotary import rope_type
 from minisgl.models import ModelConfig, RotaryConfig, create_model, load_weight
@@ -214,6 +215,9 @@ def test_kv_bytes_per_token() -> None:
     assert QWEN3.kv_bytes_per_token(torch.bfloat16) == 114_688
     assert QWEN3.kv_bytes_per_token(torch.float32) == 229_376
     assert QWEN2.kv_bytes_per_token(torch.bfloat16) == 12_288
+    shape = KVShape(QWEN3.num_layers, QWEN3.num_kv_heads, QWEN3.head_dim, page_size=16)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        assert 16 * QWEN3.kv_bytes_per_token(dtype) == shape.page_bytes(dtype)
 
 
 def test_the_config_is_frozen() -> None:

@@ -12,6 +12,9 @@ import io
 import json
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import pytest
 
 import minisgl.llm
 from minisgl.cli import main
+from minisgl.kernel.cpu import has_native
 from minisgl.llm import LLM
 from tests.model.command_line import FAST, refused, run, started
 
@@ -219,13 +223,48 @@ def test_prompts_that_do_not_fit_or_are_no_text(
     assert_nothing_lost(shared)
 
 
+SLOW_IMPORTS = (
+    "transformers", "gguf", "safetensors", "huggingface_hub", "pydantic", "fastapi", "uvicorn",
+    "yaml", "rich", "prompt_toolkit", "httpx", "matplotlib",
+    "minisgl.server", "minisgl.shell", "minisgl.benchmark", "minisgl.tokenizer.renderer",
+)  # fmt: skip
+
+
+def test_generate_imports_nothing_that_the_first_token_does_not_need() -> None:
+    """Which is to come within 2 s, most of them for importing torch."""
+    has_native()  # compiles them if need be, which takes other modules
+    code = """
+        import sys
+        from minisgl.cli import main
+        arguments = ["generate", "Say hi", "--model", "smollm2", "--max-tokens", "1"]
+        for flags in [], ["--dtype", "bfloat16"], ["--quantization", "int8"]:
+            if main([*arguments, "--num-pages", "16", *flags]) != 0:
+                sys.exit(1)
+        print(*sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    assert {"torch", "tokenizers", "jinja2", "minisgl.engine"} <= set(loaded)
+    assert [m for m in loaded if m.startswith(tuple(f"{name}." for name in SLOW_IMPORTS))] == []
+    assert set(SLOW_IMPORTS).isdisjoint(loaded)
+
+
 # -- inspect -------------------------------------------------------------------------------
 
+NORMS = 61 * 576
+VOCABULARY = 49_152 * 576
+LINEARS = 134_515_008 - NORMS - VOCABULARY
+HELD = {  # by what they are stored in; blocks of 32 take 34 bytes in Q8_0, 20 in Q4_1
+    "none": 2 * (NORMS + VOCABULARY + LINEARS),
+    "int8": 2 * NORMS + (VOCABULARY + LINEARS) // 32 * 34,
+    "keep": 2 * NORMS + VOCABULARY // 32 * 34 + LINEARS // 32 * 20,
+}
 FACTS = {
     "architecture": "LlamaForCausalLM",
     "parameters": 134_515_008,
     "dtype": "bfloat16",
-    "weight_bytes": 2 * 134_515_008,
     "layers": 30,
     "hidden_size": 576,
     "query_heads": 9,
@@ -234,6 +273,7 @@ FACTS = {
     "vocabulary": 49_152,
     "tied_head": True,
     "context": 8_192,
+    "kv_dtype": "bfloat16",
     "kv_bytes_per_token": 2 * 30 * 3 * 64 * 2,  # K and V, layers, heads, head size, bytes
 }
 
@@ -244,6 +284,8 @@ def test_inspect_prints_json(capsys: pytest.CaptureFixture[str], demo_model_path
     facts = json.loads(said.out)
     assert said.err == ""
     assert facts.items() >= FACTS.items()
+    assert facts["quantization"] == ("keep" if has_native() else "none")
+    assert facts["weight_bytes"] == HELD[facts["quantization"]]
     assert facts["path"] == str(demo_model_path)
     assert facts["weights_fit"] == (facts["weight_bytes"] < facts["available_bytes"])
     left = facts["available_bytes"] - facts["weight_bytes"]
@@ -254,8 +296,31 @@ def test_inspect_prints_json(capsys: pytest.CaptureFixture[str], demo_model_path
 def test_inspect_counts_with_the_type_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "smollm2", "--json", "--dtype", "float32"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["weight_bytes"] == 2 * int(FACTS["weight_bytes"])
+    assert facts["weight_bytes"] == 2 * HELD["none"]
     assert facts["kv_bytes_per_token"] == 2 * int(FACTS["kv_bytes_per_token"])
+
+
+@pytest.mark.parametrize(("quantization", "held"), [("int8", "int8"), ("int4", "keep")])
+def test_inspect_counts_quantized_weights(
+    quantization: str, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file's blocks are those that int4 wants."""
+    assert main(["inspect", "smollm2", "--json", "--quantization", quantization]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts.items() >= FACTS.items()
+    assert (facts["quantization"], facts["weight_bytes"]) == (quantization, HELD[held])
+
+
+def test_inspect_counts_keys_and_values_of_8_bits_with_their_scales(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.kernel.cpu.has_native", lambda: True)
+    assert main(["inspect", "smollm2", "--json", "--kv-dtype", "int8"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kv_dtype"], facts["kv_bytes_per_token"]) == ("int8", 2 * 30 * 3 * (64 + 4))
+    monkeypatch.setattr("minisgl.kernel.cpu.has_native", lambda: False)
+    assert main(["inspect", "smollm2", "--kv-dtype", "int8"]) == 2
+    assert "needs the native CPU kernels" in capsys.readouterr().err
 
 
 def test_inspect_prints_aligned_lines() -> None:

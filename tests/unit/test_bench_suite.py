@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl import LLM
 from minisgl.benchmark import limits, suite
 from minisgl.benchmark.workloads import Job
 from minisgl.cli import main
