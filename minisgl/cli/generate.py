@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         from minisgl.llm import LLM
 
         start = time.perf_counter()
-        llm = LLM(arguments.model, **vars(config))
-    with llm:
+        loading = LLM(arguments.model, **vars(config))
+    with loading as llm:
         loaded = time.perf_counter()
         prompt, chat = _encode(llm, text, arguments)
         first, count = loaded, 0

@@ -163,7 +163,11 @@ class Engine:
         self._page_rows = self._page_table.numpy() if on_cpu else None
         self._forward.bind(self._pool, self._page_table, self._token_pool)
         self._sampler = Sampler(
-            self.model_config.vocab_size, self._device, self._token_pool, config.logprobs_mode
+            self.model_config.vocab_size,
+            self._device,
+            self._token_pool,
+            config.logprobs_mode,
+            self._forward.drawer() if isinstance(self._forward, NativeForward) else None,
         )
 
     def _measure_peak(self, shape: KVShape) -> int:

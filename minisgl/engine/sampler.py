@@ -86,7 +86,7 @@ class Sampler:
         to sample: the pool holds all tokens before. Of a request only what never changes is read.
         """
         if reqs != self._plan.reqs:  # compared by identity
-            self._plan = SamplingPlan.of(reqs, self._vocab_size)
+            self._plan = SamplingPlan.of(list(reqs), self._vocab_size)
         raw = logits.float()
         work = self._process(raw, rows, positions)
         tokens, final = self._choose(work, positions)

@@ -123,8 +123,13 @@ class ModelConfig:
         return None if layer_id in self.full_attention_layers else self.sliding_window
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes over all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values that one token takes over all layers and heads.
+
+        In int8 each head of them has a scale of 4 bytes.
+        """
+        scale_bytes = 4 if dtype == torch.int8 else 0
+        vectors = 2 * self.num_layers * self.num_kv_heads
+        return vectors * (self.head_dim * dtype.itemsize + scale_bytes)
 
 
 def token_ids(value: object, field: str = "eos_token_id") -> tuple[int, ...]:

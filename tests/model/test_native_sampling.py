@@ -3,7 +3,6 @@ in a batch; in float32, where logits differ by so little that no draw of these f
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def params(seed: int) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # A tenth of the usual spread: logits that leave a choice.
+    # Less than half the spread of the other tests' models: logits that leave a choice.
     model = tiny_hf_model("qwen3", seed=9, initializer_range=0.08)
     return save(model, tmp_path_factory.mktemp("qwen3"))
 

@@ -29,7 +29,7 @@ REFERENCE = TorchDrawer(CPU)
 LARGE = 49152
 INF = float("inf")
 MARGIN = 1e-6
-"""Of a sum of probabilities, of logits over temperature that both round to float32 in their own way:
+"""Of a sum of probabilities. Both round logits / temperature to float32, each in its own way:
 measured, the borders of the two lie less than a tenth of this apart."""
 
 
@@ -83,6 +83,7 @@ def kept(pool: ThreadPool, logits: list[float], **how: Any) -> list[int]:
     probs = REFERENCE.probs(row, *draw)[0].double()
     expected = probs.nonzero().squeeze(1)
     middle = (probs.cumsum(0) - probs / 2)[expected] / probs.sum()
+    assert float(probs[expected].min() / probs.sum()) > 2 * MARGIN, "too small to be seen"
     found = native(pool, row, repeat(draw, len(expected)), middle)
     assert found.tolist() == expected.tolist()
     for uniform in (0.0, 1 - 2.0**-53):  # and the ends are the first and the last of them
@@ -136,13 +137,13 @@ def test_tokens_are_those_of_the_reference(
     assert not wrong, [(i, *(values[i] for values in how)) for i in wrong]
 
 
-GRID = st.integers(-40, 40).map(lambda i: i / 4)
-"""Logits with many equal ones, and others well apart."""
+GRID = st.integers(-8, 8).map(lambda i: i / 4)
+"""Logits with many equal ones, others well apart, and none so unlikely that rounding hides it."""
 
 
 @given(
     logits=st.lists(GRID, min_size=1, max_size=40),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    temperature=st.sampled_from([0.6, 1.0, 2.0]),
     top_k=st.integers(1, 41),
     top_p=st.sampled_from([0.11, 0.53, 0.91, 1.0]),
     min_p=st.sampled_from([0.0, 0.07, 0.43, 1.0]),
@@ -179,6 +180,8 @@ def test_of_equal_ones_at_the_end_the_lowest_ids_are_kept(pool: ThreadPool) -> N
     assert kept(pool, logits, top_k=3) == [1, 3, 6]
     assert kept(pool, logits, top_k=4) == [1, 3, 5, 6]
     assert kept(pool, logits, top_k=6) == [0, 1, 2, 3, 5, 6]
+    # The sum that top_p is a part of has no more equal ones than top_k keeps: 1 + 0.37, not 2.84.
+    assert kept(pool, [3.0, 2.0, 2.0, 2.0, 2.0, 2.0], top_k=2, top_p=0.7) == [0]
     # Of the first six, the two 3s have 0.605 of the sum, the two 2s 0.223 and the two 1s 0.082.
     assert kept(pool, logits, top_k=6, top_p=0.7) == [1, 3, 6]
     assert kept(pool, logits, top_k=6, top_p=0.93) == [0, 1, 3, 5, 6]
@@ -200,17 +203,20 @@ def test_filters_at_their_ends(pool: ThreadPool) -> None:
     assert kept(pool, logits, top_k=5) == finite
     assert kept(pool, logits, temperature=1e-5) == [1, 3]
     assert kept(pool, logits, temperature=2.0) == finite
+    assert kept(pool, [0.0, -(2.0**-24)], top_p=0.6) == [0, 1], "neighbours in float32"
     assert kept(pool, [-INF] * 40 + [-3e38] + [-INF] * 40, top_p=0.5, top_k=50) == [40]
     assert kept(pool, [-3.4e38, 3.4e38, 0.0], top_k=2) == [1], "as far apart as float32 goes"
 
 
-@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 255, 256, 257, 1000, LARGE])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 255, 256, 257, 1000, 1024, LARGE])
 def test_equal_logits_share_the_interval_exactly(pool: ThreadPool, vocab: int) -> None:
     # Sums of ones are exact: id i has [i, i + 1) / vocab, for the first `count` ids that are kept.
     logits = torch.full((1, vocab), -7.25)
     for count in sorted({1, (vocab + 1) // 2, vocab}):
         ids = torch.linspace(0, count - 1, 200).long()
-        low = (ids.double() / count + 2.0**-52).clamp(max=1 - 2.0**-53)
+        low = ids.double() / count
+        if count & (count - 1):  # else there is nothing to round
+            low += 2.0**-52
         high = (ids + 1).double() / count - 2.0**-45
         for filters in ({"top_k": count}, {"top_p": (count - 0.5) / vocab}):
             how = repeat(draws([0], **filters), len(ids))
@@ -243,6 +249,24 @@ def test_a_banned_token_is_never_drawn(pool: ThreadPool) -> None:
     uniform = torch.linspace(0, 1, 3000).double().clamp(max=1 - 2.0**-53)
     found = set(native(pool, logits, repeat(draws([0]), 3000), uniform).tolist())
     assert found == set(range(600)) - set(banned)
+
+
+def test_what_no_request_can_ask_for_ends_too(pool: ThreadPool) -> None:
+    logits = torch.tensor([[-INF] * 300 + [1.0, 3.0, 2.0] + [-INF] * 600])
+    half = torch.tensor([0.5]).double()
+    for temperature in (1e-40, 1e-30):  # the reference has infinities by then
+        assert native(pool, logits, draws([0], temperature), half).tolist() == [301]
+    assert native(pool, logits, draws([0], INF), half).tolist() == [301]
+    for temperature in (0.0, -1.0, float("nan")):
+        assert native(pool, logits, draws([0], temperature), half).tolist() == [0]
+    for uniform, token in ((1.0, 302), (INF, 302), (-1.0, 300), (float("nan"), 300)):
+        found = native(pool, logits, draws([0]), torch.tensor([uniform]).double())
+        assert found.tolist() == [token]
+    for odd in ({"top_p": -1.0}, {"min_p": 9.0}):
+        assert native(pool, logits, draws([0], **odd), half).tolist() == [301]
+    for odd in ({"top_p": float("nan")}, {"min_p": float("nan")}, {"top_k": -3}, {"top_k": 0}):
+        found = native(pool, logits, repeat(draws([0], **odd), 9), torch.linspace(0, 1, 9).double())
+        assert set(found.tolist()) == {300, 301, 302}
 
 
 # -- one row alone -------------------------------------------------------------------------

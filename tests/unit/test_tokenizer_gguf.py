@@ -133,3 +133,9 @@ def test_unknown_kinds_of_gguf_tokenizer(tmp_path: Path) -> None:
 def test_damaged_gguf_tokenizer(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         Tokenizer.load(write_gguf(tmp_path / "m.gguf", "gpt2", ["a", "b", "ab"], [1] * 3, **more))
+
+
+def test_of_equal_tokens_the_first_keeps_its_id(tmp_path: Path) -> None:
+    tokens, merges = ["a", "b", "ab", "a", "ab"], ["a b"]
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, [1] * 5, merges=merges)
+    assert Tokenizer.load(path).encode("abaab") == [2, 0, 2]

@@ -9,13 +9,14 @@
 // apart, then sleeps in the kernel.
 //
 // When another process takes one of the CPUs, the thread there stands still for milliseconds and
-// all others wait for it at every barrier: two threads are then slower than one. So the pool counts
-// how often the system interrupted its threads, leaves one out when that goes on, and tries again
+// all others wait for it at every barrier: two threads are then slower than one. So the pool measures
+// how long its threads wanted a CPU and had none, leaves one out when that goes on, and tries again
 // later. Results never depend on the number of threads.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <thread>
@@ -24,9 +25,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__linux__)
-#include <sys/resource.h>
-#endif
+#include <time.h>
 
 namespace minisgl {
 
@@ -38,53 +37,74 @@ inline void relax() {
 #endif
 }
 
+inline double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The time that this thread slept because it had nothing to do.
+inline thread_local double asleep_s = 0;
+
 // Wait until the value is another than `old`; `spins` pauses first, then asleep.
 inline void await_change(std::atomic<uint32_t>& value, uint32_t old, int spins) {
   for (int i = 0; i < spins; ++i) {
     if (value.load(std::memory_order_acquire) != old) return;
     relax();
   }
+  const double start = seconds();
   value.wait(old, std::memory_order_acquire);
+  asleep_s += seconds() - start;
 }
 
-// How often the system took the CPU from this thread for another one.
-inline long interruptions() {
-#if defined(__linux__)
-  rusage usage;
-  if (getrusage(RUSAGE_THREAD, &usage) == 0) return usage.ru_nivcsw;
-#endif
-  return 0;
-}
+// A stretch of a thread's work: how long it stood still without having been asleep.
+class Stretch {
+ public:
+  double lost_s() const { return seconds() - start_ - (used() - used_) - (asleep_s - asleep_); }
 
-// How many threads to use, by whether runs were interrupted.
+ private:
+  static double used() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+  }
+
+  double start_ = seconds(), used_ = used(), asleep_ = asleep_s;
+};
+
+// How many threads to use, by what one of them loses.
 class Crowding {
  public:
   explicit Crowding(int threads) : most_(threads), now_(threads) {}
 
   int threads() const { return now_; }
 
-  void ran(bool interrupted) {
-    score_ = 0.8f * score_ + (interrupted ? 1.0f : 0.0f);
-    if (now_ > 1 && score_ > 1.5f) {  // within a few runs: not a passing daemon
+  // A run ended now, in which the thread that stood still longest did so for `lost_s`.
+  void ran(double lost_s) {
+    const double time = seconds();
+    // A process that wants a CPU for itself takes a third of one or more; what a quiet system does
+    // now and then drains away.
+    score_ = std::max(0.0, score_ - kCalmShare * (time - last_)) + lost_s;
+    last_ = time;
+    if (now_ > 1 && score_ > kCrowded) {
       --now_;
       score_ = 0;
+      until_ = time + patience_;
       patience_ = std::min(2 * patience_, kMostPatience);
-      left_ = patience_;
-    } else if (now_ < most_ && --left_ <= 0) {
+    } else if (now_ < most_ && time > until_) {
       ++now_;
       score_ = 0;
-      left_ = patience_;
-    } else if (now_ == most_ && --left_ <= 0) {
-      patience_ = kLeastPatience;
+      until_ = time + kTrial;
+    } else if (now_ == most_ && time > until_) {
+      patience_ = kLeastPatience;  // the trial went well
     }
   }
 
  private:
-  static constexpr int kLeastPatience = 32, kMostPatience = 1024;  // runs until the next trial
+  static constexpr double kCalmShare = 0.15, kCrowded = 0.008;  // of the time; seconds
+  static constexpr double kLeastPatience = 0.3, kMostPatience = 4.8, kTrial = 0.3;  // seconds
 
   const int most_;
-  int now_, patience_ = kLeastPatience, left_ = kLeastPatience;
-  float score_ = 0;
+  int now_;
+  double score_ = 0, last_ = seconds(), until_ = 0, patience_ = kLeastPatience;
 };
 
 class Pool;
@@ -138,14 +158,14 @@ class Pool {
   void run(const std::function<void(Team&)>& job) {
     const int threads = crowding_.threads();
     Team team(*this, 0, threads);
-    interrupted_.store(0, std::memory_order_relaxed);
-    const long before = interruptions();
+    lost_us_.store(0, std::memory_order_relaxed);
+    const Stretch stretch;
     job_ = &job;
     if (threads > 1) start(threads);
     job(team);
     team.wait();
-    const long others = interrupted_.load(std::memory_order_relaxed);
-    crowding_.ran(interruptions() - before + others > 0);
+    const double others = 1e-6 * double(lost_us_.load(std::memory_order_relaxed));
+    crowding_.ran(std::max(stretch.lost_s(), others));
   }
 
  private:
@@ -178,7 +198,6 @@ class Pool {
   }
 
   void work(int id) {
-    long before = 0;
     for (uint32_t epoch = 0;;) {
       await_change(epoch_, epoch, kStepSpins);
       epoch = epoch_.load(std::memory_order_acquire);
@@ -186,10 +205,12 @@ class Pool {
       if (id >= threads) continue;
       if (!job_) return;
       Team team(*this, id, threads);
+      const Stretch stretch;
       (*job_)(team);
-      const long now = interruptions();
-      interrupted_.fetch_add(now - before, std::memory_order_relaxed);
-      before = now;
+      const long lost = long(1e6 * stretch.lost_s());
+      long most = lost_us_.load(std::memory_order_relaxed);
+      while (lost > most && !lost_us_.compare_exchange_weak(most, lost)) {
+      }
       team.wait();
     }
   }
@@ -208,7 +229,7 @@ class Pool {
   std::vector<std::thread> workers_;
   const std::function<void(Team&)>* job_ = nullptr;
   Crowding crowding_;
-  std::atomic<long> interrupted_{0};
+  std::atomic<long> lost_us_{0};  // of the worker that stood still longest
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};

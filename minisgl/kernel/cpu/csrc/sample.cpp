@@ -203,9 +203,9 @@ int64_t RowDrawer::invert(float lowest, double uniform) {
   double total = 0;
   for (size_t block = 0; block < masses_.size(); ++block)
     total += masses_[block] = mass_from(&p_[block * kBlock], kBlock, lowest);
-  const double target = uniform * total;
-  // The target may round up to the total, or a block's sum in another order reach it only just:
-  // then it is the last token that is kept, there or in the block.
+  const double target = std::max(0.0, uniform * total);
+  // A block's sum may pass the target when its values, added one by one, do not: then it is the
+  // last of them that is kept. So it is for a `uniform` of 1, which nobody should give.
   size_t last = masses_.size() - 1, block = 0;
   while (masses_[last] == 0) --last;
   double before = 0;
