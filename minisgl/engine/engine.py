@@ -142,6 +142,7 @@ class Engine:
         """Give the memory of model, pool and tables back."""
         clear_rope_cache()
         del self.model, self._forward, self._pool, self._sampler, self._token_pool, self._page_table
+        del self._token_rows, self._page_rows
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

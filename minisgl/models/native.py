@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 
 import numpy as np
 import torch
 
 from minisgl.core import Batch
 from minisgl.kernel.cpu import NATIVE_TYPES, PackedWeight, ThreadPool, library, pack_weight, structs
+from minisgl.kernel.cpu.pool import free_with
 from minisgl.kvcache import KVPool
 from minisgl.layers.linear import Linear
 from minisgl.layers.quantized import DENSE, QuantizedWeight, WeightPart
@@ -70,7 +70,6 @@ class NativeModel:
         sizes = structs.Sizes(
             layers=len(layers),
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
             q_heads=config.num_qo_heads,
             kv_heads=config.num_kv_heads,
             dim=config.head_dim,
@@ -89,7 +88,7 @@ class NativeModel:
         )
         self._native.minisgl_model.restype = ctypes.c_void_p
         self._handle = ctypes.c_void_p(self._native.minisgl_model(ctypes.byref(sizes)))
-        self._free = weakref.finalize(self, self._native.minisgl_model_free, self._handle)
+        free_with(self, self._native.minisgl_model_free, self._handle)
         self._bound = pool, page_table, token_pool  # the kernels read and write their memory
         self._step = structs.Step(
             tokens=token_pool.data_ptr(),

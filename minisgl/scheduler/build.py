@@ -32,9 +32,11 @@ class Built(NamedTuple):
 def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
     """Load the model at `path`, described by `info`; the reasons of what was chosen are logged."""
     hardware = Hardware.detect()
-    if config.device != "cuda" and config.kernels == "auto" and not hardware.has_cuda:
+    facts = info.facts()
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not hardware.has_cuda)
+    if on_cpu and config.kernels == "auto" and facts.is_dense:  # only then: it may compile them
         hardware = replace(hardware, has_native=has_native())
-    resolved = resolve(config, hardware, info.facts())
+    resolved = resolve(config, hardware, facts)
     for reason in resolved.reasons:
         logger.info(reason)
     engine = Engine(path, info.config, resolved)

@@ -8,6 +8,7 @@ lines, and its prefetcher stops at each page's end; with 2 MiB the same loop rea
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -23,7 +24,8 @@ def zeros(num_bytes: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux; huge pages are for private memory only
         block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
     else:
         block = mmap.mmap(-1, num_bytes)
     return torch.frombuffer(block, dtype=torch.uint8)

@@ -48,9 +48,10 @@ def catch_interrupts() -> Iterator[None]:
     if not main or _gate is not None or not callable(previous):
         yield
         return
-    _gate = gate = _Gate(previous)
-    signal.signal(signal.SIGINT, gate.handle)
+    gate = _Gate(previous)
     try:
+        _gate = gate
+        signal.signal(signal.SIGINT, gate.handle)
         yield
     finally:
         gate.depth += 1  # nothing escapes between these lines

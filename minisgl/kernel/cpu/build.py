@@ -54,7 +54,7 @@ def has_native() -> bool:
     """Whether the native kernels are there; compiles them when they are not yet."""
     try:
         library()
-    except (BuildError, OSError) as error:
+    except (BuildError, ImportError, OSError) as error:
         logger.warning("native CPU kernels are off, PyTorch computes: %s", error)
         return False
     return True
@@ -94,7 +94,7 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
 
 def _compile(flags: tuple[str, ...], path: Path) -> None:
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    if shutil.which(compiler.split()[0] if compiler.split() else "") is None:
         raise BuildError(f"there is no C++ compiler {compiler!r}: install g++ or set CXX")
     from tvm_ffi import cpp
 
@@ -131,7 +131,13 @@ def _cache() -> Path:
     asked = os.environ.get("MINISGL_CACHE_DIR")
     if asked:
         return Path(asked) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "kernels"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a home directory
+        raise BuildError(
+            f"no folder for compiled kernels ({error}): set MINISGL_CACHE_DIR"
+        ) from error
+    return home / "minisgl" / "kernels"
 
 
 def _key(flags: tuple[str, ...]) -> str:

@@ -36,10 +36,11 @@ def native_linear(
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
         raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}, not [{outputs}] float32")
     out = torch.empty(x.shape[0], outputs)
+    bias = None if bias is None else bias.contiguous()  # kept until the call is over
     linear = Linear(
         count=len(weights),
         weights=(Weight * 3)(*[weight.struct() for weight in weights]),
-        bias=None if bias is None else bias.contiguous().data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
     )
     library().minisgl_linear(
         pool.handle,
@@ -58,10 +59,10 @@ def native_lookup(weight: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.n:
         raise ValueError(f"ids reach from {ids.min()} to {ids.max()}: there are {weight.n} rows")
     out = torch.empty(ids.shape[0], weight.k)
-    packed = weight.struct()
+    packed, ids = weight.struct(), ids.contiguous()
     library().minisgl_lookup(
         ctypes.byref(packed),
-        ctypes.c_void_p(ids.contiguous().data_ptr()),
+        ctypes.c_void_p(ids.data_ptr()),
         ctypes.c_int64(ids.shape[0]),
         ctypes.c_void_p(out.data_ptr()),
     )

@@ -57,6 +57,11 @@ def pack_weight(
     n, k = tensor.shape
     if kind is not None:
         form = BLOCKS[kind]
+        if tensor.dtype != torch.uint8 or k % form.nbytes:
+            raise ValueError(
+                f"{kind} blocks are uint8 rows of a multiple of {form.nbytes} bytes, not "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
         k = k // form.nbytes * form.values
     if tensor.stride(1) != 1:
         tensor = tensor.contiguous()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 import numpy as np
 import torch
 
 from .build import library
-from .pool import ThreadPool
+from .pool import ThreadPool, free_with
 
 __all__ = ["NativeDrawer"]
 
@@ -42,7 +41,7 @@ class NativeDrawer:
         self._handle = ctypes.c_void_p(
             self._native.minisgl_drawer(ctypes.c_int(pool.threads), ctypes.c_int64(vocab_size))
         )
-        weakref.finalize(self, self._native.minisgl_drawer_free, self._handle)
+        free_with(self, self._native.minisgl_drawer_free, self._handle)
 
     def uniform(
         self, seeds: np.ndarray, positions: np.ndarray, choices: np.ndarray

@@ -52,7 +52,6 @@ class Sizes(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_int),
         ("hidden", ctypes.c_int),
-        ("inner", ctypes.c_int),
         ("q_heads", ctypes.c_int),
         ("kv_heads", ctypes.c_int),
         ("dim", ctypes.c_int),

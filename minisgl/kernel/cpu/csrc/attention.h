@@ -13,7 +13,8 @@
 //
 // Invariant: what a row computes depends only on its own query and keys. Blocks begin at fixed
 // positions, sums have a fixed order, and a block that a row does not see changes nothing in it
-// (exp(0) = 1, p = 0), so prefill, chunks and decoding give the same bits.
+// (exp(0) = 1, p = 0), so prefill, chunks and decoding give the same bits, as long as the request's
+// values are finite.
 #pragma once
 
 #include "kv.h"

@@ -54,8 +54,11 @@ inline void put_row(KVType type, uint8_t* out, float* scale, const float* x, int
     float top = 0;
     for (int i = 0; i < dim; ++i) top = std::max(top, std::fabs(x[i]));
     *scale = top / 127.0f;
-    const float inverse = top > 0 ? 127.0f / top : 0.0f;
-    for (int i = 0; i < dim; ++i) ((int8_t*)out)[i] = int8_t(std::nearbyintf(x[i] * inverse));
+    const float inverse = top > 1e-36f ? 127.0f / top : 0.0f;  // smaller ones would overflow
+    for (int i = 0; i < dim; ++i) {
+      const float value = std::nearbyintf(x[i] * inverse);
+      ((int8_t*)out)[i] = int8_t(value >= -127.0f && value <= 127.0f ? value : 0.0f);  // not NaN
+    }
   }
 }
 
@@ -79,9 +82,10 @@ inline void store_kv(const KVLayer& kv, int64_t slot, int head, const float* key
                      bool fresh) {
   uint8_t *keys = kv.keys + kv.at(slot, head), *values = kv.values + kv.at(slot, head);
   if (!kv.panels) {
-    const int64_t scale = slot * kv.heads + head;
-    detail::put_row(kv.type, keys, kv.key_scales + scale, key, kv.dim);
-    detail::put_row(kv.type, values, kv.value_scales + scale, value, kv.dim);
+    const bool scaled = kv.type == KVType::I8;
+    const int64_t at = slot * kv.heads + head;
+    detail::put_row(kv.type, keys, scaled ? kv.key_scales + at : nullptr, key, kv.dim);
+    detail::put_row(kv.type, values, scaled ? kv.value_scales + at : nullptr, value, kv.dim);
     return;
   }
   alignas(64) uint32_t row[256];

@@ -12,10 +12,8 @@ T* grow(Buffer<T>& v, int64_t size) {
   return v.data();
 }
 
-// Call f(first, columns, row, m, tiles...) for all tiles of rows x outputs; `count` panels are
-// given to one call: the i-th of each weight (gate and up).
-//
-// A thread's items are neighbours, so that it reads a panel from memory once for all its rows.
+// Call f(panel, row, m) for all tiles of m rows of all panels. A thread's items are neighbours, so
+// that it reads a panel from memory once for all its rows.
 template <class F>
 void for_panels(Team& team, int panels, int64_t rows, F&& f) {
   const int64_t tiles = (rows + kRows - 1) / kRows;

@@ -51,7 +51,7 @@ struct Layer {
 };
 
 struct Sizes {
-  int layers, hidden, inner, q_heads, kv_heads, dim, rotary, act, kv_type, page_size, compute;
+  int layers, hidden, q_heads, kv_heads, dim, rotary, act, kv_type, page_size, compute;
   float eps, attention_scale;
   const float *rope, *final_norm;  // rope: [positions, rotary]
   Weight embedding;

@@ -82,7 +82,7 @@ class Crowding {
     const double time = seconds();
     // A process that wants a CPU for itself takes a third of one or more; what a quiet system does
     // now and then drains away.
-    score_ = std::max(0.0, score_ - kCalmShare * (time - last_)) + lost_s;
+    score_ = std::max(0.0, score_ + lost_s - kCalmShare * (time - last_));
     last_ = time;
     if (now_ > 1 && score_ > kCrowded) {
       --now_;
@@ -181,8 +181,7 @@ class Pool {
 
   // The run's number and its threads in one word, so that no thread sees one without the other.
   void start(int threads) {
-    epoch_.store((epoch_.load(std::memory_order_relaxed) / kMostThreads + 1) * kMostThreads + threads,
-                 std::memory_order_release);
+    epoch_.store((epoch_.load(std::memory_order_relaxed) / kMostThreads + 1) * kMostThreads + threads);
     epoch_.notify_all();
   }
 
@@ -190,7 +189,7 @@ class Pool {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads)) {
       arrived_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
+      turn_.store(turn + 1);  // in one order with the sleepers' count that notify reads
       turn_.notify_all();
     } else {
       await_change(turn_, turn, kBarrierSpins);
@@ -198,10 +197,12 @@ class Pool {
   }
 
   void work(int id) {
+    int spins = kStepSpins;
     for (uint32_t epoch = 0;;) {
-      await_change(epoch_, epoch, kStepSpins);
+      await_change(epoch_, epoch, spins);
       epoch = epoch_.load(std::memory_order_acquire);
       const int threads = int(epoch % kMostThreads);
+      spins = id < threads ? kStepSpins : 0;  // one that is left out leaves its CPU too
       if (id >= threads) continue;
       if (!job_) return;
       Team team(*this, id, threads);

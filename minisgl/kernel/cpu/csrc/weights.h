@@ -50,18 +50,4 @@ inline int64_t panel_bytes(Type type, int64_t k) {
   return 0;
 }
 
-// Bytes of a row of GGUF blocks, or of plain values.
-inline int64_t row_bytes(Type type, int64_t k) {
-  switch (type) {
-    case Type::F32: return k * 4;
-    case Type::BF16: return k * 2;
-    case Type::Q8_0: return k / kBlock * 34;
-    case Type::Q4_0: return k / kBlock * 18;
-    case Type::Q4_1: return k / kBlock * 20;
-    case Type::Q4_K: return k / kSuper * 144;
-    case Type::Q6_K: return k / kSuper * 210;
-  }
-  return 0;
-}
-
 }  // namespace minisgl
