@@ -44,15 +44,17 @@ inline double seconds() {
 // The time that this thread slept because it had nothing to do.
 inline thread_local double asleep_s = 0;
 
-// Wait until the value is another than `old`; `spins` pauses first, then asleep.
-inline void await_change(std::atomic<uint32_t>& value, uint32_t old, int spins) {
+// Wait until the value is another than `old`, which it became at `changed`; `spins` pauses first,
+// then asleep. Waking up late is not sleep: it is wanting a CPU.
+inline void await_change(std::atomic<uint32_t>& value, uint32_t old, int spins,
+                         const std::atomic<double>& changed) {
   for (int i = 0; i < spins; ++i) {
     if (value.load(std::memory_order_acquire) != old) return;
     relax();
   }
   const double start = seconds();
   value.wait(old, std::memory_order_acquire);
-  asleep_s += seconds() - start;
+  asleep_s += std::max(0.0, changed.load(std::memory_order_relaxed) - start);
 }
 
 // A stretch of a thread's work: how long it stood still without having been asleep.
@@ -181,6 +183,7 @@ class Pool {
 
   // The run's number and its threads in one word, so that no thread sees one without the other.
   void start(int threads) {
+    started_s_.store(seconds(), std::memory_order_relaxed);
     epoch_.store((epoch_.load(std::memory_order_relaxed) / kMostThreads + 1) * kMostThreads + threads);
     epoch_.notify_all();
   }
@@ -189,26 +192,28 @@ class Pool {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads)) {
       arrived_.store(0, std::memory_order_relaxed);
+      turned_s_.store(seconds(), std::memory_order_relaxed);
       turn_.store(turn + 1);  // in one order with the sleepers' count that notify reads
       turn_.notify_all();
     } else {
-      await_change(turn_, turn, kBarrierSpins);
+      await_change(turn_, turn, kBarrierSpins, turned_s_);
     }
   }
 
   void work(int id) {
     int spins = kStepSpins;
     for (uint32_t epoch = 0;;) {
-      await_change(epoch_, epoch, spins);
+      await_change(epoch_, epoch, spins, started_s_);
       epoch = epoch_.load(std::memory_order_acquire);
       const int threads = int(epoch % kMostThreads);
       spins = id < threads ? kStepSpins : 0;  // one that is left out leaves its CPU too
       if (id >= threads) continue;
       if (!job_) return;
       Team team(*this, id, threads);
+      const double late_s = seconds() - started_s_.load(std::memory_order_relaxed);
       const Stretch stretch;
       (*job_)(team);
-      const long lost = long(1e6 * stretch.lost_s());
+      const long lost = long(1e6 * (late_s + stretch.lost_s()));
       long most = lost_us_.load(std::memory_order_relaxed);
       while (lost > most && !lost_us_.compare_exchange_weak(most, lost)) {
       }
@@ -231,6 +236,7 @@ class Pool {
   const std::function<void(Team&)>* job_ = nullptr;
   Crowding crowding_;
   std::atomic<long> lost_us_{0};  // of the worker that stood still longest
+  std::atomic<double> started_s_{0}, turned_s_{0};  // when epoch_ and turn_ changed
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
