@@ -5,10 +5,10 @@ Owns: the ops' names and semantics, their PyTorch references (`torch_ops.py`,
 own: weights (`layers/`), pages (`kvcache/`), or which requests run (`scheduler/`).
 Invariant: whatever computes an op, it has the reference's semantics.
 
-But for `linear` on CPUs the reference is the only implementation so far, on every device that
-torch has. A faster one is added here: the name becomes a function that looks at its tensors'
-device, dtype and layout.
-Read next: `minisgl/layers/`.
+The ops exported here are what layers call; but for `linear` on CPUs the reference is their only
+implementation so far, on every device that torch has. On a CPU a dense model takes none of them:
+`cpu/` computes its whole step in one native call.
+Read next: `cpu/`, or `minisgl/layers/`.
 """
 
 from __future__ import annotations
