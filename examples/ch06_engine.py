@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.core import Batch, PageWrites, Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.models import load_model_info
+from minisgl.resolve import resolve
 from minisgl.utils.hardware import Hardware
 
 PROMPT = [17, 4, 256, 99, 3, 1024]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.core import (
     Batch,
     Executor,
@@ -33,6 +33,7 @@ from minisgl.core import (
 from minisgl.engine import Engine
 from minisgl.kvcache import NaiveCache
 from minisgl.models import load_model_info
+from minisgl.resolve import resolve
 from minisgl.scheduler import Limits, Scheduler
 from minisgl.utils.hardware import Hardware
 

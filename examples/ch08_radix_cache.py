@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 from array import array
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.core import Batch, PendingStep, Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.kvcache import KVCache, NaiveCache, RadixCache
 from minisgl.kvcache.radix_tree import Node, RadixTree
 from minisgl.models import load_model_info
+from minisgl.resolve import resolve
 from minisgl.scheduler import Limits, Scheduler
 from minisgl.utils.hardware import Hardware
 

@@ -1,15 +1,15 @@
-"""The engine's configuration: what users say, what it becomes on a machine, and why.
+"""The engine's configuration: what users say, and what it becomes on a machine.
 
     EngineConfig (flags, keyword arguments) --resolve(config, hardware, model)--> ResolvedConfig
 
 Command-line flags are made from `EngineConfig`'s fields: their names, types, defaults and the
-`metadata` here. Both classes are frozen; nothing changes after `resolve`.
+`metadata` here. Both classes are frozen; nothing changes after `resolve` (`resolve.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
 from .utils.flags import option
@@ -17,9 +17,7 @@ from .utils.flags import option
 if TYPE_CHECKING:  # commands that load no model start without it
     import torch
 
-    from .utils.hardware import Hardware
-
-__all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "resolve"]
+__all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "flag_name"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,8 +46,8 @@ class EngineConfig:
     )
     deterministic: bool = option(
         False,
-        "promise results that depend on nothing else in the batch, bit for bit: what the native "
-        "CPU kernels always give, and an error where they don't run",
+        "results depend on nothing else in the batch, bit for bit: what the native CPU kernels "
+        "always give; on CUDA batch-invariant Triton kernels, which are slower",
     )
     device: str = option("auto", "cpu or cuda", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
@@ -90,11 +88,23 @@ class EngineConfig:
         "prepare and launch a step while the last one computes; auto: on CUDA only",
         choices=("auto", "on", "off"),
     )
-    attn: str = option("auto", "attention backend", choices=("auto", "torch"))
+    attn: str = option(
+        "auto", "attention backend", choices=("auto", "torch", "triton", "flashinfer")
+    )
     kernels: str = option(
         "auto",
         "auto takes the fastest implementation of each op, reference the plain one",
         choices=("auto", "reference"),
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "largest batch whose decode step is captured as a CUDA graph, 0 captures none (default: "
+        "max_running_requests)",
+    )
+    load_format: str = option(
+        "auto",
+        "auto reads the checkpoint; dummy makes random weights for its config, for benchmarks",
+        choices=("auto", "dummy"),
     )
     logprobs_mode: str = option(
         "raw",
@@ -115,7 +125,7 @@ class EngineConfig:
             value, choices = getattr(self, item.name), item.metadata["choices"]
             if choices and value not in choices:
                 raise ConfigError(
-                    f"{_name(item.name)} = {value!r}: choose from {', '.join(choices)}"
+                    f"{flag_name(item.name)} = {value!r}: choose from {', '.join(choices)}"
                 )
         for name in (
             "max_model_len",
@@ -128,10 +138,15 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{_name(name)} = {value!r} must be an integer of at least 1")
+                raise ConfigError(f"{flag_name(name)} = {value!r} must be an integer of at least 1")
+        graphs = self.cuda_graph_max_bs
+        if graphs is not None and (type(graphs) is not int or graphs < 0):
+            raise ConfigError(
+                f"--cuda-graph-max-bs = {graphs!r} must be an integer of at least 1, or 0 for none"
+            )
         ratio = self.memory_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
-            raise ConfigError(f"{_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
+            raise ConfigError(f"{flag_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
         if type(self.deterministic) is not bool:
             raise ConfigError(f"--deterministic = {self.deterministic!r} must be True or False")
         if self.threads is not None and self.threads > _MAX_THREADS:
@@ -142,7 +157,7 @@ class EngineConfig:
                 "has none: use --cache radix or --schedule-policy fcfs"
             )
         if self.tp != 1:
-            raise ConfigError(f"{_name('tp')} = {self.tp}: this version runs on one rank only")
+            raise ConfigError(f"{flag_name('tp')} = {self.tp}: this version runs on one rank only")
 
 
 @dataclass(frozen=True)
@@ -166,6 +181,8 @@ class ResolvedConfig:
     dtype: torch.dtype
     native: bool
     """Whether the native CPU kernels compute the forward."""
+    triton: bool
+    """Whether the Triton kernels compute the ops, on CUDA."""
     quantization: str
     """none, keep (a GGUF file's blocks as they are), int8 or int4."""
     kv_dtype: torch.dtype
@@ -183,223 +200,14 @@ class ResolvedConfig:
     overlap: bool
     attn: str
     kernels: str
+    cuda_graph_max_bs: int
+    """0: no step is captured."""
+    load_format: str
     logprobs_mode: str
     threads: int
     reasons: tuple[str, ...] = ()
 
 
-class _Choices:
-    """What the user left open, and in words why it became what it is."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def choose(self, name: str, given: Any, default: Any, why: str) -> Any:
-        """The user's value, else the default, whose reason is noted."""
-        if given is not None:
-            return given
-        self.reasons.append(f"{name} = {default}: {why}")
-        return default
-
-
-def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> ResolvedConfig:
-    """Fill in what `config` leaves open; raises `ConfigError` for what can't be.
-
-    Pure: the same arguments give the same result, on every rank.
-    """
-    import torch
-
-    choices = _Choices()
-    choose = choices.choose
-    device = _device(config, hardware, choices)
-    cpu = device == "cpu"
-    dtype = _dtype(config, model, cpu, choices)
-    native = _native(config, hardware, model, cpu, choices)
-    _check_length(config, model)
-    running, budget = _batch_limits(config, device, choices)
-    return ResolvedConfig(
-        device=torch.device(device),
-        dtype=dtype,
-        native=native.on,
-        quantization=_quantization(config, model, cpu, native, choices),
-        kv_dtype=_kv_dtype(config, dtype, native, choices),
-        deterministic=_deterministic(config, native),
-        max_model_len=choose(
-            "max_model_len", config.max_model_len, model.max_context, "the model's context"
-        ),
-        max_model_len_asked=config.max_model_len is not None,
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        memory_ratio=choose(
-            "memory_ratio", config.memory_ratio, 0.3 if cpu else 0.9, f"default on {device}"
-        ),
-        max_running_requests=running,
-        max_prefill_length=budget,
-        cache=config.cache,
-        schedule_policy=config.schedule_policy,
-        overlap=_overlap(config, cpu, choices),
-        attn=choose(
-            "attn",
-            None if config.attn == "auto" else config.attn,
-            "torch",
-            "the only backend of this version",
-        ),
-        kernels=config.kernels,
-        logprobs_mode=config.logprobs_mode,
-        threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
-        reasons=tuple(choices.reasons),
-    )
-
-
-def _device(config: EngineConfig, hardware: Hardware, choices: _Choices) -> str:
-    asked = None if config.device == "auto" else config.device
-    if asked == "cuda" and not hardware.has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    found = "cuda" if hardware.has_cuda else "cpu"
-    why = f"torch sees {'a' if hardware.has_cuda else 'no'} GPU"
-    device: str = choices.choose("device", asked, found, why)
-    return device
-
-
-def _dtype(config: EngineConfig, model: ModelFacts, cpu: bool, choices: _Choices) -> torch.dtype:
-    import torch
-
-    from .utils.torch_utils import parse_dtype
-
-    asked = None if config.dtype == "auto" else parse_dtype(config.dtype)
-    if cpu and asked == torch.float16:
-        raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
-    default, why = model.dtype, "the checkpoint's type"
-    if cpu and model.dtype == torch.float16:
-        default, why = torch.bfloat16, "the checkpoint's float16 is slow on CPU"
-    dtype: torch.dtype = choices.choose("dtype", asked, default, why)
-    return dtype
-
-
-class _Native(NamedTuple):
-    """Whether native kernels run, and in words why."""
-
-    on: bool
-    why: str
-
-
-def _native(
-    config: EngineConfig, hardware: Hardware, model: ModelFacts, cpu: bool, choices: _Choices
-) -> _Native:
-    if not cpu:
-        found = _Native(False, "they are for CPUs, and the model runs on CUDA")
-    elif config.kernels == "reference":
-        found = _Native(False, "--kernels reference")
-    elif not hardware.has_native:
-        found = _Native(False, "the native CPU kernels are not there")
-    elif not model.is_dense:
-        found = _Native(False, "the model has experts, which the native CPU kernels don't compute")
-    else:
-        found = _Native(True, "the native CPU kernels compute dense models")
-    choices.choose("native", None, found.on, found.why)
-    return found
-
-
-def _quantization(
-    config: EngineConfig, model: ModelFacts, cpu: bool, native: _Native, choices: _Choices
-) -> str:
-    asked = config.quantization
-    if asked in ("int8", "int4"):
-        if not cpu:
-            raise ConfigError(
-                f"--quantization {asked} is for CPUs: use --device cpu or --quantization none"
-            )
-        if not native.on:
-            choices.reasons.append(
-                f"quantization = {asked} as asked, but each use dequantizes the weights, which is "
-                f"slow: native kernels don't run ({native.why})"
-            )
-        return asked
-    if not model.quantized:
-        default, why = "none", "the checkpoint has no blocks that could be kept"
-    elif not native.on:
-        default, why = "none", f"quantized weights are kept for native kernels only ({native.why})"
-    elif config.dtype != "auto":
-        default, why = "none", f"--dtype {config.dtype} asks for weights of that type"
-    else:
-        default, why = "keep", "the checkpoint is quantized, and native kernels use its blocks"
-    quantization: str = choices.choose(
-        "quantization", None if asked == "auto" else asked, default, why
-    )
-    return quantization
-
-
-def _kv_dtype(
-    config: EngineConfig, dtype: torch.dtype, native: _Native, choices: _Choices
-) -> torch.dtype:
-    import torch
-
-    asked = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    kv_dtype: torch.dtype = choices.choose("kv_dtype", asked, dtype, "the type of computation")
-    if kv_dtype != dtype and not native.on:
-        raise ConfigError(
-            f"--kv-dtype {config.kv_dtype} beside --dtype {str(dtype).removeprefix('torch.')} "
-            f"needs the native CPU kernels, which don't run: {native.why}; use --kv-dtype auto"
-        )
-    return kv_dtype
-
-
-def _deterministic(config: EngineConfig, native: _Native) -> bool:
-    if config.deterministic and not native.on:
-        raise ConfigError(
-            "--deterministic needs the native CPU kernels, which don't run: "
-            f"{native.why}; leave it out"
-        )
-    return config.deterministic
-
-
-def _overlap(config: EngineConfig, cpu: bool, choices: _Choices) -> bool:
-    overlap: bool = choices.choose(
-        "overlap",
-        None if config.overlap == "auto" else config.overlap == "on",
-        not cpu,
-        "a CPU computes in the thread that would prepare the next step"
-        if cpu
-        else "the GPU computes while the host prepares the next step",
-    )
-    return overlap
-
-
-def _check_length(config: EngineConfig, model: ModelFacts) -> None:
-    if config.max_model_len is None or config.max_model_len <= model.max_context:
-        return
-    why = f"the model's context is {model.max_context}"
-    if model.rope_type == "dynamic":
-        why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
-    raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
-
-
-def _batch_limits(config: EngineConfig, device: str, choices: _Choices) -> tuple[int, int]:
-    """Most running requests, and the token budget of a step, which has room for one of each.
-
-    A CPU's budget is small: whoever decodes waits for the prefill beside it, and larger chunks
-    are not faster there.
-    """
-    running_default, budget_default = (64, 256) if device == "cpu" else (256, 8192)
-    budget = choices.choose(
-        "max_prefill_length",
-        config.max_prefill_length,
-        max(budget_default, config.max_running_requests or 0),
-        f"default on {device}",
-    )
-    running = choices.choose(
-        "max_running_requests",
-        config.max_running_requests,
-        min(running_default, budget),
-        f"default on {device}, at most max_prefill_length",
-    )
-    if running > budget:
-        raise ConfigError(
-            f"--max-running-requests {running} is above --max-prefill-length {budget}: a step "
-            "must have room for one token of each running request"
-        )
-    return running, budget
-
-
-def _name(field_name: str) -> str:
+def flag_name(field_name: str) -> str:
+    """The command-line flag of a field."""
     return "--" + field_name.replace("_", "-")

@@ -40,8 +40,10 @@ __all__ = [
     "Context",
     "Executor",
     "FinishedStep",
+    "ModelInputs",
     "PageWrites",
     "PendingStep",
+    "QKV",
     "Req",
     "SamplingParams",
     "StepOutput",
@@ -140,6 +142,31 @@ class AttentionMetadata(Protocol):
         ...
 
 
+class ModelInputs(Protocol):
+    """What a model's ops read of the batch being computed, T tokens of B requests."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    out_loc: torch.Tensor  # [T] int64, slot in the KV pool of each token
+    prompt_logits: PromptLogitsSink | None
+    """Receives the logits of further rows when a request wants its prompt's logprobs."""
+
+    @property
+    def attn_metadata(self) -> AttentionMetadata:
+        """What the attention backend prepared."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of requests (B)."""
+        ...
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether any request computes more than one token."""
+        ...
+
+
 @dataclass(eq=False)
 class Batch:
     """The requests that one forward computes, decoding ones and prefill chunks mixed.
@@ -196,11 +223,6 @@ class Batch:
         return int(self.extend_lens.sum())
 
     @property
-    def padded_size(self) -> int:
-        """Number of rows that the forward returns; equals `size`, as nothing pads yet."""
-        return len(self.reqs)
-
-    @property
     def is_prefill(self) -> bool:
         """True when any request computes more than one token."""
         return bool((self.extend_lens > 1).any())
@@ -216,17 +238,33 @@ class PromptLogitsSink(Protocol):
         ...
 
 
+class QKV(NamedTuple):
+    """A layer's projections before QK-norm and RoPE, and what these need."""
+
+    projected: torch.Tensor  # [T, (Hq + 2 Hk) D], may be overwritten
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cos_sin_cache: torch.Tensor  # [max_pos, rotary_dim] float32
+    q_weight: torch.Tensor | None  # [D], None without QK-norm
+    k_weight: torch.Tensor | None
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """Writes keys and values into the pool and computes attention over the pages."""
 
-    def prepare_metadata(self, batch: Batch) -> AttentionMetadata:
-        """Lengths and tables of the batch on the device, once a step."""
-        ...
+    fuses_qkv: bool
+    """Whether `forward_qkv` is there, which does QK-norm, RoPE and the KV store in one kernel."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ModelInputs
     ) -> torch.Tensor:
         """`q [T, Hq, D]`, `k, v [T, Hk, D]` to `[T, Hq, D]`; stores k and v on the way."""
+        ...
+
+    def forward_qkv(self, qkv: QKV, layer_id: int, batch: ModelInputs) -> torch.Tensor:
+        """The same from the projections: `[T, Hq, D]`."""
         ...
 
 
@@ -236,17 +274,17 @@ class Context:
     def __init__(self, page_size: int, attn_backend: AttentionBackend) -> None:
         self.page_size = page_size
         self.attn_backend = attn_backend
-        self._batch: Batch | None = None
+        self._batch: ModelInputs | None = None
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> ModelInputs:
         """The batch being computed."""
         if self._batch is None:
             raise RuntimeError("No batch is being computed: use `with ctx.forward_batch(batch)`")
         return self._batch
 
     @contextmanager
-    def forward_batch(self, batch: Batch) -> Iterator[None]:
+    def forward_batch(self, batch: ModelInputs) -> Iterator[None]:
         """Make `batch` current and this the global context, inside the block."""
         global _ctx
         if self._batch is not None:

@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Triton reads it when a kernel is decorated, so before any test imports one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No deadline: a shared machine's pauses would fail tests that are right. CI draws the same
 # examples every time, so that a red run can be repeated; developers' runs keep searching.
 settings.register_profile("local", deadline=None, max_examples=50)

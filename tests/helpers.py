@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.core import Batch, PageWrites, Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.kernel.cpu import has_native
 from minisgl.models.checkpoint import load_model_info
+from minisgl.resolve import resolve
 from minisgl.utils import div_ceil
 from minisgl.utils.hardware import Hardware
 

@@ -56,6 +56,7 @@ STEPS = (
             "minisgl/errors.py",
             "minisgl/params.py",
             "minisgl/config.py",
+            "minisgl/resolve.py",
             "minisgl/utils/*.py",
             "minisgl/distributed/*.py",
             "minisgl/kernel/*.py",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl.core import Batch
+from minisgl.core import QKV, Batch, ModelInputs
 from minisgl.kernel import store_kv
 from minisgl.kernel.torch_attention import decode_attention, prefill_attention
 from minisgl.kvcache import KVPool
@@ -82,6 +82,8 @@ class TorchMetadata:
 class TorchBackend:
     """The reference backend; see the module's docstring for its plan of a step."""
 
+    fuses_qkv = False
+
     def __init__(
         self, pool: KVPool, page_table: torch.Tensor, windows: Sequence[int | None]
     ) -> None:
@@ -106,7 +108,7 @@ class TorchBackend:
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ModelInputs
     ) -> torch.Tensor:
         """`q [T, Hq, D]`, `k, v [T, Hk, D]` to `[T, Hq, D]`; stores k and v on the way."""
         metadata = batch.attn_metadata
@@ -129,6 +131,10 @@ class TorchBackend:
                 )
             out[rows] = prefill_attention(q[rows], own_k, own_v, chunk.mask)
         return out
+
+    def forward_qkv(self, qkv: QKV, layer_id: int, batch: ModelInputs) -> torch.Tensor:
+        """Not there: the layer computes QK-norm and RoPE by the ops."""
+        raise NotImplementedError("TorchBackend takes q, k and v: forward")
 
     def _decode(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Decode

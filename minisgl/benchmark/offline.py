@@ -11,20 +11,23 @@ import platform
 import statistics
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from minisgl.config import EngineConfig
 from minisgl.core import Req, SamplingParams
+from minisgl.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
+from minisgl.scheduler import Scheduler
 
 from .limits import read_bandwidth
 from .timing import percentiles
 from .workloads import Job, make_workload
 
 __all__ = [
+    "Runner",
     "Run",
     "Step",
     "bench_offline",
@@ -33,6 +36,20 @@ __all__ = [
     "run_jobs",
     "weights_read_bytes",
 ]
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class Runner(Protocol):
+    """What jobs run on: an `LLM`, or a scheduler with its engine and no tokenizer."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def max_model_len(self) -> int: ...
 
 
 def bench_offline(
@@ -83,16 +100,22 @@ def bench_offline(
         }
 
 
-def machine_figures(llm: LLM) -> dict[str, Any]:
+def machine_figures(llm: Runner) -> dict[str, Any]:
     """What the engine runs in, where and on what."""
     config = llm.engine.config
     return {
         "dtype": str(config.dtype).removeprefix("torch."),
         "device": str(config.device),
         "threads": config.threads if config.device.type == "cpu" else torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
+        "machine": _machine(config.device),
         "torch": torch.__version__,
     }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
 class Step(NamedTuple):
@@ -122,15 +145,15 @@ class Run:
         return (len(times) - 1) / (times[-1] - times[0])
 
 
-def run_jobs(llm: LLM, jobs: list[Job]) -> Run:
-    """All jobs at once, beginning with an empty prefix cache.
+def run_jobs(llm: Runner, jobs: list[Job], params: SamplingParams = GREEDY) -> Run:
+    """All jobs at once, beginning with an empty prefix cache; each samples with its own seed.
 
     Raises `ConfigError` if one ends before its length.
     """
     scheduler, run = llm.scheduler, Run(len(jobs))
     scheduler.flush_cache()
     before = replace(scheduler.stats)
-    params = SamplingParams(temperature=0.0, ignore_eos=True).resolve_defaults({})
+    params = params.resolve_defaults({})
     start = time.perf_counter()
     reqs = [
         Req(
@@ -138,6 +161,7 @@ def run_jobs(llm: LLM, jobs: list[Job]) -> Run:
             token_ids=list(job.prompt),
             prompt_len=len(job.prompt),
             params=params,
+            seed=uid,
             max_len=len(job.prompt) + job.output_len,
         )
         for uid, job in enumerate(jobs)
@@ -214,7 +238,7 @@ def _compared(jobs: list[Job], row: dict[str, Any], seconds: list[float]) -> dic
     }
 
 
-def weights_read_bytes(llm: LLM) -> int:
+def weights_read_bytes(llm: Runner) -> int:
     """Bytes of weights that a decode step reads; of a mixture of experts, those of all experts."""
     told = getattr(llm.engine, "weight_bytes", None)
     if told is not None:

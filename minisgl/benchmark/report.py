@@ -8,7 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_scheduler_tables", "print_serve_table", "print_suite_table", "print_table"]
+__all__ = [
+    "print_kernel_table",
+    "print_scheduler_tables",
+    "print_serve_table",
+    "print_shape_table",
+    "print_suite_table",
+    "print_table",
+]
 
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
@@ -71,6 +78,61 @@ def print_suite_table(results: dict[str, Any]) -> None:
         table.add_row(*cells)
     console.print(table)
     console.print(f"start to first token {results['first_token_s']} s")
+
+
+def print_shape_table(results: dict[str, Any]) -> None:
+    """Print `bench_shape`'s results, a row a run beside the machine's limit."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{results['shape']}, random weights, {results['dtype']} on {results['device']} "
+        f"({results['machine']}){', deterministic' if results['deterministic'] else ''}"
+    )
+    console.print(
+        f"{results['requests']:,} requests, {results['prompt_tokens']:,} tokens in, "
+        f"{results['output_tokens']:,} out"
+    )
+    console.print(_ceilings(results))
+    parts = results["limit_s"]
+    console.print(
+        f"limit {results['limit_tok_s']:,} tok/s: {parts['weights']} s weights, "
+        f"{parts['kv_reads']} s KV reads, {parts['prefill']} s prefill"
+    )
+    table = _table("", "output tok/s", "seconds", "steps", "share of the limit")
+    other = results.get("not_deterministic", [])
+    for name, runs in (("run", results["runs"]), ("not deterministic", other)):
+        for number, run in enumerate(runs, 1):
+            cells = [f"{run['output_tok_s']:,}", f"{run['total_s']:,}", f"{run['steps']:,}"]
+            table.add_row(f"{name} {number}", *cells, f"{run['share']:.1%}")
+    console.print(table)
+    if other:
+        price = f"{results['deterministic_price']:.1%}"
+        console.print(f"price of --deterministic: {price} of the tokens/s, best run against best")
+
+
+def print_kernel_table(results: dict[str, Any]) -> None:
+    """Print `bench_kernels`' results, a row a kernel and size beside its ceiling."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{results['shape']}, {results['dtype']} on {results['machine']}")
+    console.print(_ceilings(results))
+    table = _table("", "sizes", "us", "GB/s", "TFLOP/s", "share", "of")
+    for row in results["rows"]:
+        cells = ["failed"] + ["-"] * 4
+        if "error" not in row:
+            cells = [f"{row['us']:,.1f}", f"{row['gb_per_s']:,.0f}", f"{row['tflop_per_s']:,.1f}"]
+            cells += [f"{row['share']:.0%}", row["ceiling"]]
+        table.add_row(row["kernel"], row["sizes"], *cells)
+    console.print(table)
+    for row in results["rows"]:
+        if "error" in row:
+            console.print(f"{row['kernel']}, {row['sizes']}: {row['error']}")
+
+
+def _ceilings(results: dict[str, Any]) -> str:
+    """What the machine does at most, in words."""
+    return (
+        f"copy {results['copy_gb_per_s']:,} GB/s, read and write counted; "
+        f"GEMM {results['gemm_tflop_per_s']:,} TFLOP/s"
+    )
 
 
 def print_scheduler_tables(results: dict[str, Any]) -> None:

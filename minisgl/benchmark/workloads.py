@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["WORKLOADS", "Job", "make_workload"]
+__all__ = ["MAX_REFERENCE_REQUESTS", "WORKLOADS", "Job", "make_workload", "reference_workload"]
+
+MAX_REFERENCE_REQUESTS = 256
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,22 @@ class Job:
 def make_workload(name: str, vocab_size: int) -> list[Job]:
     """The jobs of a workload; the same for the same vocabulary."""
     return WORKLOADS[name](np.random.default_rng(0), vocab_size)
+
+
+def reference_workload(num_requests: int = MAX_REFERENCE_REQUESTS) -> list[Job]:
+    """The first jobs of the workload that engines are compared on: 142,827 tokens in, 133,966 out.
+
+    256 requests of 100 to 1024 tokens in and out, drawn in the order that nano-vllm's benchmark
+    made a custom: seed 0, each prompt's length and then its ids below 10,001, prompt after prompt,
+    then all output lengths.
+    """
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(MAX_REFERENCE_REQUESTS):
+        length = rng.randint(100, 1024)
+        prompts.append([rng.randint(0, 10_000) for _ in range(length)])
+    jobs = [Job(prompt, rng.randint(100, 1024)) for prompt in prompts]
+    return jobs[:num_requests]
 
 
 def _single(rng: np.random.Generator, vocab: int) -> list[Job]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
+from minisgl.benchmark.shapes import SHAPES
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 
@@ -25,6 +27,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     kinds = bench.add_subparsers(metavar="BENCHMARK", required=True, dest="benchmark")
     _add_offline(kinds, common)
+    _add_kernel(kinds, common)
     _add_scheduler(kinds, common)
     add_serve(kinds, common)
 
@@ -37,7 +40,7 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
         description="Run workloads of random token ids, greedy, EOS ignored; print tokens/s, "
         "latencies and the share of the memory-bandwidth limit.",
     )
-    parser.add_argument("--model", default="smollm2", help="folder, .gguf file, hub id, or smollm2")
+    parser.add_argument("--model", help="folder, .gguf file, hub id, or smollm2 (default: smollm2)")
     parser.add_argument(
         "--workload",
         action="append",
@@ -52,7 +55,24 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--deterministic, and the time from start to first token",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="INT", help="runs of each; medians are shown"
+        "--shape",
+        choices=tuple(SHAPES),
+        help="instead of a model, random weights of this shape: 256 requests of 100 to 1024 "
+        "tokens in and out at temperature 0.6, each run beside the machine's limit, and the price "
+        "of --deterministic; sets --max-model-len 4096, --max-prefill-length 16384 and "
+        "--max-running-requests 256 unless they are given",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        metavar="INT",
+        help="with --shape, only its first requests (default: all 256)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        metavar="INT",
+        help="runs of each; medians are shown, with --shape all (default: 3, with --shape 2)",
     )
     parser.add_argument(
         "--compare",
@@ -62,6 +82,27 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
     add_flags(parser, EngineConfig, "engine")
     parser.set_defaults(run=run_offline)
+
+
+def _add_kernel(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = kinds.add_parser(
+        "kernel",
+        parents=[common],
+        help="each GPU kernel beside the machine's ceilings",
+        description="Time the CUDA kernels of a model's shape on random inputs, beside what the "
+        "machine copies and multiplies at most.",
+    )
+    parser.add_argument(
+        "--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="whose sizes are measured"
+    )
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only this one; can be repeated (default: all)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
+    parser.set_defaults(run=run_kernel)
 
 
 def _add_scheduler(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -96,6 +137,11 @@ def _add_scheduler(kinds: Any, common: argparse.ArgumentParser) -> None:
 def run_offline(arguments: argparse.Namespace) -> None:
     """Run the workloads and print a table, or JSON."""
     config = from_flags(EngineConfig, arguments)
+    if arguments.shape is not None:
+        _run_shape(arguments, config)
+        return
+    if arguments.requests is not None:
+        raise ConfigError("--requests is for --shape: the other workloads have their own number")
     if arguments.suite is not None and (arguments.workload or arguments.compare):
         raise ConfigError("--suite has workloads of its own: it takes no --workload or --compare")
 
@@ -103,22 +149,52 @@ def run_offline(arguments: argparse.Namespace) -> None:
     from minisgl.benchmark.offline import bench_offline
     from minisgl.benchmark.suite import bench_cpu_suite
 
+    model = arguments.model or "smollm2"
+    repeats = 3 if arguments.repeats is None else arguments.repeats
     if arguments.suite is not None:
-        results = bench_cpu_suite(arguments.model, config, repeats=arguments.repeats)
+        results = bench_cpu_suite(model, config, repeats=repeats)
         show = report.print_suite_table
     else:
         results = bench_offline(
-            arguments.model,
+            model,
             config,
             workloads=arguments.workload or ["single", "batch"],
-            repeats=arguments.repeats,
+            repeats=repeats,
             compare=arguments.compare is not None,
         )
         show = report.print_table
-    if arguments.json:
-        print(json.dumps(results))
-    else:
-        show(results)
+    _show(arguments, results, show)
+
+
+def _run_shape(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    for name in ("model", "workload", "suite", "compare"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--shape has weights and a workload of its own: it takes no --{name}"
+            )
+
+    from minisgl.benchmark.reference import bench_shape
+    from minisgl.benchmark.report import print_shape_table
+    from minisgl.benchmark.workloads import MAX_REFERENCE_REQUESTS
+
+    requests, repeats = arguments.requests, arguments.repeats
+    results = bench_shape(
+        arguments.shape,
+        config,
+        num_requests=MAX_REFERENCE_REQUESTS if requests is None else requests,
+        repeats=2 if repeats is None else repeats,
+    )
+    _show(arguments, results, print_shape_table)
+
+
+def run_kernel(arguments: argparse.Namespace) -> int:
+    """Time the kernels and print a table, or JSON; 1 if one of them failed."""
+    from minisgl.benchmark.kernels import bench_kernels
+    from minisgl.benchmark.report import print_kernel_table
+
+    results = bench_kernels(arguments.shape, arguments.kernel or ())
+    _show(arguments, results, print_kernel_table)
+    return int(any("error" in row for row in results["rows"]))
 
 
 def run_scheduler(arguments: argparse.Namespace) -> None:
@@ -148,7 +224,16 @@ def run_scheduler(arguments: argparse.Namespace) -> None:
         steps=arguments.steps,
         page_size=arguments.page_size,
     )
+    _show(arguments, results, print_scheduler_tables)
+
+
+def _show(
+    arguments: argparse.Namespace,
+    results: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """One JSON object as last line, if asked for, else the table for people."""
     if arguments.json:
         print(json.dumps(results))
     else:
-        print_scheduler_tables(results)
+        show(results)

@@ -7,7 +7,8 @@ import json
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from minisgl.config import EngineConfig, ResolvedConfig, resolve
+from minisgl.config import EngineConfig, ResolvedConfig
+from minisgl.resolve import resolve
 
 from .flags import add_flags, from_flags
 

@@ -24,7 +24,6 @@ from minisgl.core import (
     Batch,
     PageWrites,
     Req,
-    SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
@@ -33,12 +32,14 @@ from minisgl.layers import local_heads, set_rope_device
 from minisgl.layers.rotary import clear_rope_cache
 from minisgl.models import ModelConfig, create_model, load_weight, plan_storage, set_storage
 from minisgl.models.base import BaseLLMModel
+from minisgl.models.random_weights import random_weights
 from minisgl.utils import div_ceil, torch_dtype
 from minisgl.utils.logger import get_logger
 from minisgl.utils.transfer import HostCopy, to_device
 
-from .forward import NativeForward, TorchForward
+from .forward import Forward, NativeForward, make_forward
 from .memory import PoolPlan, check_fits, plan_pool
+from .profile import page_writes, profile_requests
 from .prompt_logprobs import PromptLogprobs
 from .sampler import Sampled, Sampler
 
@@ -90,18 +91,19 @@ class Engine:
         self.model_config = model_config
         self._device = config.device
         self.model = _load_model(model_path, model_config, config)
-        forward = NativeForward if config.native else TorchForward
-        self._forward: NativeForward | TorchForward = forward(self.model, model_config, config)
+        self._forward: Forward = make_forward(self.model, model_config, config)
         heads = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
         shape = KVShape(model_config.num_layers, heads[1], model_config.head_dim, config.page_size)
         self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
         self._make_tables(shape, self.plan.num_pages, self.plan.max_model_len)
         logger.info(self.plan.reason)
+        logger.info(self._forward.describe())
 
     def attach(self, req: Req) -> None:
         """Write the request's tokens into the token pool at `req.row`."""
         tokens = to_device(np.array(req.token_ids, dtype=np.int32), self._device)
         self._token_pool[req.row, : tokens.shape[0]] = tokens
+        self._sampler.attach(req)
 
     def set_pages(self, writes: PageWrites) -> None:
         """Change entries of the page table, each at most once, and clear the fresh pages."""
@@ -109,8 +111,7 @@ class Engine:
             self._page_rows[writes.rows, writes.columns] = writes.pages
         else:
             entries = np.array((writes.rows, writes.columns, writes.pages), dtype=np.int64)
-            rows, columns, pages = to_device(entries, self._device).unbind()
-            self._page_table[rows, columns] = pages.int()
+            self._forward.write(self._page_table, *to_device(entries, self._device).unbind())
         if writes.fresh and self._forward.reads_unused_slots:
             fresh = np.array(writes.fresh, dtype=np.int64)
             self._pool.clear(to_device(fresh, self._device))
@@ -135,7 +136,7 @@ class Engine:
             self._token_rows[rows, positions] = sampled.tokens.numpy()
         else:
             row, column = to_device(np.stack((rows, positions)), self._device).unbind()
-            self._token_pool[row, column] = sampled.tokens.int()
+            self._forward.write(self._token_pool, row, column, sampled.tokens)
         return _Step(batch.size, sampling.tolist(), sampled, prompt)
 
     def close(self) -> None:
@@ -168,47 +169,40 @@ class Engine:
             self._device,
             self._token_pool,
             config.logprobs_mode,
-            self._forward.drawer() if isinstance(self._forward, NativeForward) else None,
+            self._forward.drawer(),
         )
 
     def _measure_peak(self, shape: KVShape) -> int:
-        """Bytes that the largest step needs beyond weights and pool, by running one (CUDA)."""
-        budget = self.config.max_prefill_length
-        length = min(budget, self.config.max_model_len)
-        pages = div_ceil(length, self.config.page_size)
-        count = min(budget // length, self.config.max_running_requests)
-        params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
-        self._make_tables(shape, pages * count, length)
-        reqs = [
-            Req(
-                uid=row,
-                token_ids=[0] * length,
-                prompt_len=length,
-                params=params,
-                max_len=length + 1,
-                row=row,
-                pages=list(range(row * pages, (row + 1) * pages)),
-                device_len=length,
-            )
-            for row in range(count)
-        ]
-        for req in reqs:
-            self.attach(req)
-        every = list(range(pages * count))
-        rows, columns = np.divmod(every, pages)
-        self.set_pages(PageWrites(rows.tolist(), columns.tolist(), every, every))
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self.launch(Batch(reqs)).result()
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        # A full batch of decodes samples on [rows, V] float32 several times over.
-        logits = self.config.max_running_requests * self.model_config.vocab_size * 4
-        assert isinstance(self._forward, TorchForward), "only CUDA is measured"
+        """Bytes that steps need beyond weights and pool, by running the largest ones (CUDA).
+
+        That is what they allocate at most, and what stays allocated beside the pool: captured
+        graphs, compiled kernels, libraries' workspaces.
+        """
+        config, device = self.config, self._device
+        budget, most = config.max_prefill_length, config.max_running_requests
+        length = min(budget, config.max_model_len)
+        prompts = profile_requests(min(budget // length, most), length, config.page_size)
+        decodes = profile_requests(most, 2, config.page_size)
+        num_pages = max(sum(len(req.pages) for req in reqs) for reqs in (prompts, decodes))
+        torch.cuda.empty_cache()
+        free_before, _ = torch.cuda.mem_get_info(device)
+        self._make_tables(shape, num_pages, length)
+        tables = sum(t.nbytes for t in (self._pool.data, self._page_table, self._token_pool))
+        kept = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for reqs in (prompts, decodes):
+            for req in reqs:
+                self.attach(req)
+            self.set_pages(page_writes(reqs))
+            self.launch(Batch(reqs)).result()
+        peak = torch.cuda.max_memory_allocated(device) - kept
+        torch.cuda.empty_cache()
+        free_after, _ = torch.cuda.mem_get_info(device)
+        stays = max(0, free_before - free_after - tables)
         self._forward.unbind()
         del self._pool, self._page_table, self._token_pool, self._sampler
         torch.cuda.empty_cache()
-        return peak + 8 * logits
+        return peak + stays
 
 
 def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> BaseLLMModel:
@@ -224,11 +218,13 @@ def _load_model(model_path: str, model_config: ModelConfig, config: ResolvedConf
     weight_bytes = model.num_bytes()
     check_fits(config, weight_bytes, "the weights", "the model, or --dtype bfloat16")
     tied = model_config.tie_word_embeddings
+    if config.load_format == "dummy":
+        source = random_weights(model, config.device)
+    else:
+        source = load_weight(model_path, config.device, dtype=config.dtype, storage=storage)
     weights = {
         name: tensor
-        for name, tensor in load_weight(
-            model_path, config.device, dtype=config.dtype, storage=storage
-        )
+        for name, tensor in source
         if not (tied and name == "lm_head.weight")  # a copy that would be held to no end
     }
     model.load_state_dict(weights)

@@ -1,11 +1,10 @@
-"""A batch through the model: by the op layer in PyTorch, or in one call of the native kernels.
-
-Both take the same steps: `bind` to the engine's memory, `run` a batch, then `logits` of the
-requests that sample. `reads_unused_slots` says whether a page must be cleared before a new owner
-gets it: masks multiply what lies there by 0, and 0 * NaN is NaN.
+"""A batch through the model: by the op layer in PyTorch, by Triton kernels (`cuda_forward.py`), or
+in one call of the native kernels.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,19 +12,71 @@ import torch
 from minisgl.attention import TorchBackend
 from minisgl.config import ResolvedConfig
 from minisgl.core import Batch, Context, PromptLogitsSink
+from minisgl.kernel.dispatch import reference_ops, triton_ops, using
 from minisgl.kvcache import KVPool
 from minisgl.models import ModelConfig
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.transfer import to_device
 
-from .drawer import Drawer
+from .drawer import BatchDrawer, Drawer
 from .inputs import fill_batch
 
-__all__ = ["NativeForward", "TorchForward"]
+__all__ = ["Forward", "NativeForward", "TorchForward", "make_forward"]
 
 _PIECE_ROWS = 256
 """Rows of prompt logits computed at once: 256 x 151,936 float32 are 156 MB."""
+
+
+class Forward(Protocol):
+    """What the engine needs of the model: `bind` to memory, `run` a batch, then `logits`."""
+
+    reads_unused_slots: bool
+    """Whether a page must be cleared before a new owner gets it: masks multiply what lies there by
+    0, and 0 * NaN is NaN."""
+
+    def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
+        """Compute with this memory from now on."""
+        ...
+
+    def unbind(self) -> None:
+        """Let the memory go."""
+        ...
+
+    def describe(self) -> str:
+        """Which op is computed by what, for the log."""
+        ...
+
+    def run(self, batch: Batch) -> None:
+        """Compute the batch; a prompt's logits go to its sink on the way."""
+        ...
+
+    def logits(self, places: np.ndarray) -> torch.Tensor:
+        """Of the last token of the batch's requests at `places [n]`: `[n, vocab]`."""
+        ...
+
+    def drawer(self) -> Drawer | None:
+        """What draws tokens; None for the reference."""
+        ...
+
+    def write(
+        self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """`table[rows, columns] = values` for int64 tensors `[n]` on the device."""
+        ...
+
+
+def make_forward(
+    model: BaseLLMModel, model_config: ModelConfig, config: ResolvedConfig
+) -> Forward:
+    """The forward that the configuration asks for."""
+    if config.native:
+        return NativeForward(model, model_config, config)
+    if config.attn == "triton":
+        from .cuda_forward import CudaForward
+
+        return CudaForward(model, model_config, config)
+    return TorchForward(model, model_config, config)
 
 
 class TorchForward:
@@ -38,23 +89,29 @@ class TorchForward:
     ) -> None:
         self._model = model
         self._config = config
+        self._vocab_size = model_config.vocab_size
+        self._ops = triton_ops() if config.triton else reference_ops()
         self._windows = [model_config.layer_window(i) for i in range(model_config.num_layers)]
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """Compute with this memory from now on."""
         self._tables = token_pool, page_table
-        backend = TorchBackend(pool, page_table, self._windows)
-        self._ctx = Context(self._config.page_size, backend)
+        self._backend = TorchBackend(pool, page_table, self._windows)
+        self._ctx = Context(self._config.page_size, self._backend)
 
     def unbind(self) -> None:
         """Let the memory go."""
-        del self._tables, self._ctx, self._logits
+        del self._tables, self._backend, self._ctx, self._logits
+
+    def describe(self) -> str:
+        """Which op is computed by what, for the log."""
+        return f"{self._ops.describe()}; attention: {self._config.attn}"
 
     def run(self, batch: Batch) -> None:
         """Compute the batch; a prompt's logits go to its sink on the way."""
         fill_batch(batch, *self._tables, self._config.page_size)
-        batch.attn_metadata = self._ctx.attn_backend.prepare_metadata(batch)
-        with self._ctx.forward_batch(batch):
+        batch.attn_metadata = self._backend.prepare_metadata(batch)
+        with using(self._ops), self._ctx.forward_batch(batch):
             self._logits = self._model.forward()
 
     def logits(self, places: np.ndarray) -> torch.Tensor:
@@ -62,6 +119,20 @@ class TorchForward:
         if len(places) == self._logits.shape[0]:
             return self._logits
         return self._logits[to_device(places, self._logits.device)]
+
+    def drawer(self) -> Drawer | None:
+        """On CUDA with Triton, its kernels; else the reference."""
+        if not self._config.triton:
+            return None
+        from .triton_drawer import TritonDrawer
+
+        return TritonDrawer(self._config.device, self._vocab_size)
+
+    def write(
+        self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """`table[rows, columns] = values`."""
+        table[rows, columns] = values.to(table.dtype)
 
 
 class NativeForward:
@@ -87,6 +158,14 @@ class NativeForward:
         """Compute with this memory from now on."""
         self._native.bind(pool, page_table, token_pool)
 
+    def unbind(self) -> None:
+        """Nothing is measured on a CPU, so nobody asks."""
+        raise NotImplementedError("native kernels keep the memory that they are bound to")
+
+    def describe(self) -> str:
+        """For the log."""
+        return "every op: kernel.cpu, one call a step"
+
     def run(self, batch: Batch) -> None:
         """Compute the batch; a prompt's logits go to its sink."""
         self._native.forward(batch)
@@ -106,7 +185,14 @@ class NativeForward:
         """Draws tokens by the same threads."""
         from minisgl.kernel.cpu.sample import NativeDrawer
 
-        return NativeDrawer(self._native._pool, self._vocab_size)
+        row_drawer = NativeDrawer(self._native._pool, self._vocab_size)
+        return BatchDrawer(row_drawer, torch.device("cpu"))
+
+    def write(
+        self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """`table[rows, columns] = values`."""
+        table[rows, columns] = values.to(table.dtype)
 
     def _score(self, sink: PromptLogitsSink) -> None:
         rows = sink.rows.numpy()

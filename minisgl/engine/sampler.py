@@ -12,8 +12,8 @@ from minisgl.core import Req, TokenLogprobs
 from minisgl.kernel import sampling
 from minisgl.utils.transfer import HostCopy, to_device
 
-from .drawer import Drawer, TorchDrawer
-from .sampling_plan import SamplingPlan
+from .drawer import BatchDrawer, Drawer, TorchDrawer
+from .sampling_plan import Draws, SamplingPlan
 
 __all__ = ["Sampled", "Sampler", "logprob_entries"]
 
@@ -66,16 +66,20 @@ class Sampler:
     ) -> None:
         """`token_pool [rows, max_len + 1]` int32 holds the tokens of every running request.
 
-        `drawer` draws tokens, PyTorch's by default. If `logprobs_mode` is "processed" it only
-        makes the random numbers: logprobs need the probabilities, which PyTorch has.
+        `drawer` chooses tokens, PyTorch by default. If `logprobs_mode` is "processed", rows that
+        draw and want logprobs are PyTorch's all the same: it has the probabilities.
         """
         self._vocab_size = vocab_size
         self._device = device
-        self._token_pool = token_pool
         self._raw_logprobs = logprobs_mode == "raw"
         self._reference = TorchDrawer(device)
-        self._drawer = self._reference if drawer is None else drawer
+        self._drawer = BatchDrawer(self._reference, device) if drawer is None else drawer
+        self._penalties = self._drawer.penalties(token_pool)
         self._plan = SamplingPlan.of([], vocab_size)
+
+    def attach(self, req: Req) -> None:
+        """The token pool holds the tokens of `req` in its row; call it before it is sampled."""
+        self._penalties.attach(req)
 
     def sample(
         self, logits: torch.Tensor, reqs: list[Req], rows: np.ndarray, positions: np.ndarray
@@ -87,23 +91,32 @@ class Sampler:
         """
         if reqs != self._plan.reqs:  # compared by identity
             self._plan = SamplingPlan.of(list(reqs), self._vocab_size)
-        raw = logits.float()
-        work = self._process(raw, rows, positions)
-        tokens, final = self._choose(work, positions)
-        if not self._plan.scored:
+        plan = self._plan
+        work = self._process(logits, rows, positions)
+        tokens = self._drawer.choose(work, plan, positions)
+        scores = None
+        if plan.scored:
+            index = self._tensor(np.array(plan.scored))
+            scores = (logits if self._raw_logprobs else work)[index].float()
+            if not self._raw_logprobs:
+                self._redraw(work, positions, tokens, scores)
+        if plan.penalized.size:
+            self._penalties.add(tokens, plan, rows)
+        if scores is None:
             return Sampled.plain(tokens, self._device)
-        return self._with_logprobs(raw if self._raw_logprobs else final, tokens)
+        return self._with_logprobs(scores, tokens)
 
-    def _process(self, raw: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Penalties, bias and min_tokens, on a copy if any applies."""
+    def _process(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        """Penalties, bias and min_tokens, on a float32 copy if any applies."""
         plan = self._plan
         bans = plan.bans(positions)
         if not (plan.penalized.size or plan.biases.rows.size or bans):
-            return raw
-        work = raw.clone()
+            return logits
+        work = logits.to(torch.float32, copy=True)
         if plan.penalized.size:
-            index = self._tensor(plan.penalized)
-            work[index] = self._penalized(raw[index], rows, positions)
+            self._penalties.apply(work, plan, rows, positions)
         if plan.biases.rows.size:
             where, ids, values = map(self._tensor, plan.biases)
             work[where, ids] += values
@@ -113,54 +126,32 @@ class Sampler:
             work[where, ids] = work.new_full((), float("-inf"))
         return work
 
-    def _penalized(
-        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
-    ) -> torch.Tensor:
-        plan = self._plan
-        rows, positions = rows[plan.penalized], positions[plan.penalized]
-        width = int(positions.max())
-        bounds = self._tensor(np.stack((rows, plan.prompt_lens, positions)))
-        row, prompt_end, output_end = bounds.unsqueeze(2).unbind()
-        tokens = self._token_pool[row.squeeze(1), :width].long()  # [c, width]
-        column = torch.arange(width, device=self._device)
-        in_prompt = column < prompt_end
-        in_output = ~in_prompt & (column < output_end)
-        return sampling.apply_penalties(
-            logits,
-            sampling.token_counts(tokens.where(in_prompt, -1), self._vocab_size),
-            sampling.token_counts(tokens.where(in_output, -1), self._vocab_size),
-            self._tensor(plan.penalties),
-        )
+    def _redraw(
+        self, work: torch.Tensor, positions: np.ndarray, tokens: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Apply temperature and filters to the `scores [s, V]` of the rows that draw.
 
-    def _choose(
-        self, logits: torch.Tensor, positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row of `logits [B, V]`, and the logits after temperature and filters.
-
-        Only "processed" logprobs need the latter: else they are `logits`.
+        These are drawn once more, into `tokens [B]`, from just these probabilities: the token of
+        another drawer could be one that they round to 0.
         """
         plan = self._plan
-        draws, count = plan.draws, len(plan.draws.rows)
-        if not count:
-            return sampling.argmax(logits), logits
-        uniform = self._drawer.uniform(plan.seeds, positions[draws.rows], plan.choices)
-        if self._raw_logprobs:
-            drawn, final = self._drawer.draw(logits, *draws, uniform), logits
-        else:
-            probs = self._reference.probs(logits, *draws)
-            drawn, final = sampling.sample_from_probs(probs, uniform), logits.clone()
-            final[self._tensor(draws.rows)] = (probs / probs.sum(dim=-1, keepdim=True)).log()
-        if count == len(plan.reqs):
-            return drawn, final
-        tokens = sampling.argmax(logits)
+        again = np.isin(plan.draws.rows, plan.scored)
+        if not again.any():
+            return
+        draws = Draws(*(values[again] for values in plan.draws))
+        probs = self._reference.probs(work, *draws)
+        keys = plan.seeds[again], positions[draws.rows], plan.choices[again]
+        drawn = sampling.sample_from_probs(probs, self._reference.uniform(*keys))
         tokens[self._tensor(draws.rows)] = drawn
-        return tokens, final
+        places = np.flatnonzero(np.isin(plan.scored, draws.rows))  # both in the order of the rows
+        scores[self._tensor(places)] = (probs / probs.sum(dim=-1, keepdim=True)).log()
 
     def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Sampled:
+        """`logits [s, V]` are those of the rows that want logprobs."""
         scored, tops = self._plan.scored, self._plan.tops
-        index = self._tensor(np.array(scored))
-        logprobs = torch.log_softmax(logits[index], dim=-1)
-        ranked = sampling.ranked_logprobs(logprobs, tokens[index], max(tops))
+        logprobs = torch.log_softmax(logits, dim=-1)
+        own = tokens[self._tensor(np.array(scored))]
+        ranked = sampling.ranked_logprobs(logprobs, own, max(tops))
         return Sampled(tokens, scored, tops, HostCopy([tokens, *ranked], self._device))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

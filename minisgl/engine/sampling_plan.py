@@ -10,13 +10,13 @@ import numpy as np
 
 from minisgl.core import Req, SamplingParams
 
-__all__ = ["Biases", "Draws", "SamplingPlan"]
+__all__ = ["Biases", "Draws", "SamplingPlan", "has_penalties"]
 
 _Penalties = tuple[float, float, float]
 
 
 class Draws(NamedTuple):
-    """The rows that draw their token `[b]` int64, and how, as `Drawer.draw` takes it."""
+    """The rows that draw their token `[b]` int64, and how, as `RowDrawer.draw` takes it."""
 
     rows: np.ndarray
     temperature: np.ndarray
@@ -66,7 +66,7 @@ class SamplingPlan:
         """The plan for requests with resolved parameters."""
         params = [req.params for req in reqs]
         drawn = [i for i, p in enumerate(params) if not p.greedy]
-        penalized = [i for i, p in enumerate(params) if _penalties(p) != (1.0, 0.0, 0.0)]
+        penalized = [i for i, p in enumerate(params) if has_penalties(p)]
         biases = [(i, *item) for i, p in enumerate(params) for item in p.logit_bias.items()]
         asked = [(i, p.logprobs) for i, p in enumerate(params)]
         return cls(
@@ -96,6 +96,11 @@ class SamplingPlan:
             if positions[i] - self.reqs[i].prompt_len < self.reqs[i].params.min_tokens
             for token in sorted({*self.reqs[i].eos_ids, *self.reqs[i].params.stop_token_ids})
         ]
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a request's logits depend on the tokens that it has."""
+    return _penalties(params) != (1.0, 0.0, 0.0)
 
 
 def _penalties(p: SamplingParams) -> _Penalties:

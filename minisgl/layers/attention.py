@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.core import get_global_ctx
+from minisgl.core import QKV, get_global_ctx
 
 from .base import StateLessOP
 from .linear import local_heads
@@ -43,6 +43,8 @@ class AttentionLayer(StateLessOP):
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         """`qkv [T, (Hq + 2 Hk) D]`, overwritten, to `[T, Hq D]`."""
         ctx = get_global_ctx()
+        if ctx.attn_backend.fuses_qkv:
+            return ctx.attn_backend.forward_qkv(self._fused(qkv), self.layer_id, ctx.batch).flatten(-2)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self._split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.forward_inplace(q)
@@ -50,3 +52,16 @@ class AttentionLayer(StateLessOP):
         self.rotary.forward(ctx.batch.positions, q, k)
         out = ctx.attn_backend.forward(q, k, v, self.layer_id, ctx.batch)
         return out.flatten(-2)
+
+    def _fused(self, qkv: torch.Tensor) -> QKV:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        return QKV(
+            qkv,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.rotary.cos_sin_cache,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from minisgl.core import Batch, get_global_ctx
+from minisgl.core import ModelInputs, get_global_ctx
 from minisgl.distributed import DistributedCommunicator, get_tp_info
 from minisgl.kernel.linear import can_pack, pack_linear_weight
 from minisgl.utils import Span, div_ceil, partition
@@ -65,7 +65,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, hidden]` of the current batch to logits `[padded_size, vocab_size]`."""
+        """`x [T, hidden]` of the current batch to logits `[size, vocab_size]`."""
         batch = get_global_ctx().batch
         if batch.prompt_logits is not None:
             self._prompt_rows(x, batch)
@@ -98,7 +98,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             if self._tied is None:
                 self.weight = self._packed
 
-    def _prompt_rows(self, x: torch.Tensor, batch: Batch) -> None:
+    def _prompt_rows(self, x: torch.Tensor, batch: ModelInputs) -> None:
         sink = batch.prompt_logits
         assert sink is not None
         for offset in range(0, sink.rows.shape[0], _PIECE_ROWS):

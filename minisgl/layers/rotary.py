@@ -77,6 +77,11 @@ class RotaryEmbedding(StateLessOP):
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self._cos_sin_cache = torch.cat((cos, sin), dim=-1)
 
+    @property
+    def cos_sin_cache(self) -> torch.Tensor:
+        """`[max_position, rotary_dim]` float32: cosines, then sines."""
+        return self._cos_sin_cache
+
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
         """Rotate `query [T, Hq, D]` and `key [T, Hk, D]` in place by `positions [T]`."""
         apply_rope_inplace(positions, query, key, self.head_size, self._cos_sin_cache)

@@ -16,4 +16,4 @@ class BaseLLMModel(BaseOP):
 
     @abstractmethod
     def forward(self) -> torch.Tensor:
-        """Logits `[padded_size, vocab_size]` of each request's next token."""
+        """Logits `[size, vocab_size]` of each request's next token."""

@@ -75,5 +75,5 @@ class CausalLM(BaseLLMModel):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied)
 
     def forward(self) -> torch.Tensor:
-        """Logits `[padded_size, vocab_size]` of the current batch."""
+        """Logits `[size, vocab_size]` of the current batch."""
         return self.lm_head.forward(self.model.forward(get_global_ctx().batch.input_ids))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from minisgl.config import EngineConfig, ResolvedConfig, resolve
+from minisgl.config import EngineConfig, ResolvedConfig
 from minisgl.engine import Engine
 from minisgl.kernel.cpu import has_native
 from minisgl.kvcache import CACHES
 from minisgl.models import ModelInfo
+from minisgl.resolve import resolve
 from minisgl.utils.hardware import Hardware
 from minisgl.utils.logger import get_logger
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -24,11 +25,19 @@ class Hardware:
     has_cuda: bool
     has_native: bool = False
     """Whether the native CPU kernels are there; `detect` does not look."""
+    has_triton: bool = False
+    has_flashinfer: bool = False
 
     @classmethod
     def detect(cls) -> Hardware:
         """Look at this machine."""
-        return cls(available_cpus(), available_memory_bytes(), torch.cuda.is_available())
+        return cls(
+            available_cpus(),
+            available_memory_bytes(),
+            torch.cuda.is_available(),
+            has_triton=importlib.util.find_spec("triton") is not None,
+            has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        )
 
 
 def available_cpus(root: Path = _CGROUP) -> int:

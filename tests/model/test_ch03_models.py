@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from minisgl.config import EngineConfig, ModelFacts, resolve
+from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import ConfigError, UnsupportedModelError
 from minisgl.kvcache import KVShape
 from minisgl.layers import set_rope_device
 from minisgl.layers.rotary import rope_type
 from minisgl.models import ModelConfig, RotaryConfig, create_model, load_weight
+from minisgl.resolve import resolve
 from minisgl.utils import torch_dtype
 from minisgl.utils.hardware import Hardware
 from tools.make_checkpoint import make_checkpoint

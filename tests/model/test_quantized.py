@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.engine import Engine
 from minisgl.kernel.quant import dequantize, quantize
 from minisgl.models import load_model_info
+from minisgl.resolve import resolve
 from minisgl.utils.hardware import Hardware
 from tests.helpers import engine_logits
 from tests.unit.checkpoints import checkpoint

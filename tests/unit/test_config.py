@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.config import DTYPES, EngineConfig, ModelFacts, resolve
+from minisgl.config import DTYPES, EngineConfig, ModelFacts
 from minisgl.engine import memory
 from minisgl.engine.memory import plan_pool
 from minisgl.errors import ConfigError
 from minisgl.kvcache import KVShape
+from minisgl.resolve import resolve
 from minisgl.utils import torch_utils
 from minisgl.utils.hardware import Hardware, available_cpus, available_memory_bytes
 

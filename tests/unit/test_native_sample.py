@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import Req, SamplingParams
-from minisgl.engine.drawer import TorchDrawer
+from minisgl.engine.drawer import BatchDrawer, TorchDrawer
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_plan import Draws
 from minisgl.kernel import sampling
@@ -326,9 +326,8 @@ def test_a_sampler_draws_as_the_reference_does(pool: ThreadPool) -> None:
         for i in range(size)
     ]
     rows = np.arange(size)
-    ours, theirs = (
-        Sampler(vocab, CPU, tokens, "raw", drawer) for drawer in (NativeDrawer(pool, vocab), None)
-    )
+    native = BatchDrawer(NativeDrawer(pool, vocab), CPU)
+    ours, theirs = (Sampler(vocab, CPU, tokens, "raw", drawer) for drawer in (native, None))
     distinct = set()
     for step in range(6):
         logits = torch.randn(size, vocab, generator=generator) * 3

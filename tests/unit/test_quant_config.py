@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from minisgl.cli.flags import add_flags, from_flags
-from minisgl.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
+from minisgl.config import EngineConfig, ModelFacts, ResolvedConfig
 from minisgl.errors import ConfigError
+from minisgl.resolve import resolve
 from minisgl.utils.hardware import Hardware
 
 PLAIN = Hardware(num_cpus=4, available_bytes=8 << 30, has_cuda=False)
 NATIVE = replace(PLAIN, has_native=True)
+TRITON = replace(PLAIN, has_cuda=True, has_triton=True)
 MODEL = ModelFacts(torch.bfloat16, max_context=4096)
 GGUF = replace(MODEL, quantized=True)
 
@@ -94,13 +96,18 @@ def test_kv_dtype_is_that_of_the_computation_unless_native_kernels_run():
         resolved(replace(NATIVE, has_cuda=True), kv_dtype="int8")
 
 
-def test_deterministic_needs_native_kernels():
+def test_deterministic_needs_native_or_triton_kernels():
     assert not resolved(NATIVE).deterministic
     assert resolved(NATIVE, deterministic=True).deterministic
+    assert resolved(TRITON, deterministic=True).deterministic
     for hardware, reason in ((PLAIN, "not there"), (replace(NATIVE, has_cuda=True), "CUDA")):
-        message = f"--deterministic needs the native CPU kernels, which don't run: .*{reason}"
+        message = f"--deterministic needs the native CPU kernels or the Triton .*{reason}"
         with pytest.raises(ConfigError, match=message):
             resolved(hardware, deterministic=True)
+    with pytest.raises(ConfigError, match="--deterministic on CUDA needs --attn triton, not torch"):
+        resolved(TRITON, deterministic=True, attn="torch")
+    with pytest.raises(ConfigError, match="--deterministic on CUDA is for dense models"):
+        resolved(TRITON, replace(MODEL, is_dense=False), deterministic=True)
     with pytest.raises(ConfigError, match="--deterministic = 'on' must be True or False"):
         EngineConfig(deterministic="on")
 

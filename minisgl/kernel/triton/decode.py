@@ -1,0 +1,338 @@
+"""Paged attention for requests that decode: one query token each, keys in parts (flash-decoding).
+
+A request's keys are cut into parts of equal length, so that a few long requests fill the device as
+well as many short ones (Dao et al. 2023, "Flash-Decoding"). What the parts are is planned on the
+device once a step, for all layers:
+
+    seq_lens    700        130   300          part = 256
+    items       (0,0) (0,1) (0,2)  (1,0)  (2,0) (2,1)
+    first_item  0                  3      4             6
+
+A request of one part is written at once; the others leave `(sum of p v / sum of p, log2 of the sum
+of 2^score)` for each part, which a second kernel combines. The query heads of a KV head are
+computed together, so that keys and values are read once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import enter, pdl
+
+__all__ = ["DecodeConfig", "DecodePlan", "decode_attention", "plan_decode"]
+
+_LOG2_E = 1.4426950408889634
+_MIN_PART = 64
+"""Keys of the shortest part; longer ones are a multiple of it."""
+_COMBINED = 16
+"""Parts that the combining kernel loads at once."""
+
+
+class DecodePlan(NamedTuple):
+    """Who reads which keys; all tensors int32 on the device, written by `plan_decode`."""
+
+    counts: torch.Tensor
+    """`[2]`: number of items, keys in a part."""
+    items: torch.Tensor
+    """`[max_parts + B, 2]`: place of the request in the batch, number of its part."""
+    first_item: torch.Tensor
+    """`[B + 1]`: a request's items are `first_item[b] .. first_item[b + 1]`."""
+    max_parts: int
+    """The keys of all requests are cut into at most this many parts, and one more for each."""
+    window: int | None
+
+    @classmethod
+    def empty(
+        cls, max_requests: int, max_parts: int, window: int | None, device: torch.device
+    ) -> DecodePlan:
+        """Room for the plan of a step of up to `max_requests` requests."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            ints(2), ints(max_parts + max_requests, 2), ints(max_requests + 1), max_parts, window
+        )
+
+
+class DecodeConfig(NamedTuple):
+    """How `decode_attention` is compiled."""
+
+    block_keys: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def plan_decode(seq_lens: torch.Tensor, num_decodes: torch.Tensor, plan: DecodePlan) -> None:
+    """Cut the keys of the first `num_decodes [1]` requests into parts; one small kernel.
+
+    `seq_lens [B]` int32 counts the keys of each request, its own token included.
+    """
+    size = seq_lens.shape[0]
+    _plan_kernel[(1,)](
+        seq_lens,
+        num_decodes,
+        plan.counts,
+        plan.items,
+        plan.first_item,
+        size,
+        plan.max_parts,
+        WINDOW=plan.window or 0,
+        SIZE=triton.next_power_of_2(size),
+        MIN_PART=_MIN_PART,
+        num_warps=8 if size > 128 else 4,
+        **pdl(seq_lens),
+    )
+
+
+@triton.jit(do_not_specialize=["size", "max_parts"])
+def _plan_kernel(
+    seq_lens,
+    num_decodes,
+    counts,
+    items,
+    first_item,
+    size,
+    max_parts,
+    WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    n = tl.load(num_decodes)
+    b = tl.arange(0, SIZE)
+    keys = tl.load(seq_lens + b, mask=b < n, other=0)
+    if WINDOW > 0:
+        keys = tl.minimum(keys, WINDOW)
+    each = tl.cdiv(tl.sum(keys), max_parts)
+    part = tl.maximum(tl.cdiv(each, MIN_PART), 1) * MIN_PART
+    parts = tl.cdiv(keys, part)
+    ends = tl.cumsum(parts, 0)
+    tl.store(first_item + 1 + b, ends, mask=b < size)  # requests that don't decode have no items
+    tl.store(first_item, 0)
+    tl.store(counts, tl.sum(parts))
+    tl.store(counts + 1, part)
+    begins = ends - parts
+    for i in range(0, tl.max(parts, 0)):
+        tl.store(items + 2 * (begins + i), b, mask=i < parts)
+        tl.store(items + 2 * (begins + i) + 1, i, mask=i < parts)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attention of one token for each request that decodes, over its pages, into `out`.
+
+    `q [B, Hq, D]` (rows may be strided), `k_pages, v_pages [P, page_size, Hk, D]`, `page_table
+    [rows, max_pages]` int32, `rows, seq_lens [B]` int32, `out [B, Hq, D]`. How many of the B
+    requests there are, the plan says; rows of the others are left as they are.
+    """
+    size, num_heads, head_dim = out.shape
+    num_kv_heads = k_pages.shape[2]
+    if q.stride(1) != head_dim or q.stride(2) != 1 or not out.is_contiguous():
+        raise ValueError(
+            f"heads must be contiguous: q strides {q.stride()}, out strides {out.stride()}"
+        )
+    if k_pages.shape != v_pages.shape or k_pages.stride() != v_pages.stride():
+        raise ValueError(f"keys {tuple(k_pages.shape)} and values {tuple(v_pages.shape)} differ")
+    config = config or _config(q.dtype, head_dim)
+    num_items = plan.max_parts + size
+    parts = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
+    head_width = triton.next_power_of_2(head_dim)
+    _decode_kernel[(num_items * num_kv_heads,)](
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        seq_lens,
+        plan.counts,
+        plan.items,
+        plan.first_item,
+        out,
+        parts,
+        sums,
+        scale * _LOG2_E,
+        q.stride(0),
+        k_pages.stride(1),
+        k_pages.stride(2),
+        page_table.stride(0),
+        WINDOW=plan.window or 0,
+        PAGE_SIZE=k_pages.shape[1],
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        HEAD_DIM=head_dim,
+        HEAD_WIDTH=head_width,
+        BLOCK=config.block_keys,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl(q),
+    )
+    _combine_kernel[(size, num_heads)](
+        plan.first_item,
+        parts,
+        sums,
+        out,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEAD_WIDTH=head_width,
+        PARTS=_COMBINED,
+        num_warps=2,
+        **pdl(q),
+    )
+
+
+def _config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
+    """Measured on an H200 for bf16 and 128 (docs/log.md); others keep to less shared memory."""
+    if dtype.itemsize * head_dim <= 256:
+        return DecodeConfig()
+    return DecodeConfig(block_keys=32, num_stages=2)
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    rows,
+    seq_lens,
+    counts,
+    items,
+    first_item,
+    out,
+    parts,
+    sums,
+    scale,
+    q_stride,
+    slot_stride,
+    head_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Neighbouring programs take the heads of the same tokens, which are neighbours in memory.
+    head = tl.program_id(0) % NUM_KV_HEADS
+    item = tl.program_id(0) // NUM_KV_HEADS
+    enter(PDL)
+    if item >= tl.load(counts):
+        return
+    part = tl.load(counts + 1)
+    b = tl.load(items + 2 * item)
+    index = tl.load(items + 2 * item + 1)
+    length = tl.load(seq_lens + b)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    start = first + index * part
+    end = tl.minimum(start + part, length)
+    table = page_table + tl.load(rows + b).to(tl.int64) * table_stride
+
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, HEAD_WIDTH)
+    heads = head * GROUP + r
+    q_mask = (r < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    q_tile = tl.load(
+        q + b.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0
+    )
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_WIDTH], tl.float32)
+    within = head * head_stride + d
+    for block in range(start, end, BLOCK):
+        key = block + tl.arange(0, BLOCK)
+        valid = key < end
+        page = tl.load(table + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        at = (page * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+        place = at[:, None] + within[None, :]
+        mask = valid[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(k_pages + place, mask=mask, other=0)
+        score = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * scale
+        score = tl.where(valid[None, :], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        shrink = tl.exp2(best - new_best)
+        p = tl.exp2(score - new_best[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(v_pages + place, mask=mask, other=0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        best = new_best
+    acc = acc / total[:, None]
+
+    begin = tl.load(first_item + b)
+    alone = tl.load(first_item + b + 1) - begin == 1
+    if alone:
+        place = (b * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + d[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=q_mask)
+    else:
+        row = item * NUM_KV_HEADS * GROUP + heads
+        tl.store(parts + row[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+        tl.store(sums + row, best + tl.log2(total), mask=r < GROUP)
+
+
+@triton.jit
+def _combine_kernel(
+    first_item,
+    parts,
+    sums,
+    out,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    enter(PDL)
+    begin = tl.load(first_item + b)
+    count = tl.load(first_item + b + 1) - begin
+    if count <= 1:
+        return
+    i = tl.arange(0, PARTS)
+    d = tl.arange(0, HEAD_WIDTH)
+    best = float("-inf")
+    total = 0.0
+    acc = tl.zeros([HEAD_WIDTH], tl.float32)
+    for first in range(0, count, PARTS):
+        valid = first + i < count
+        row = (begin + first + i) * NUM_HEADS + head
+        lse = tl.load(sums + row, mask=valid, other=float("-inf"))
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_best)
+        shrink = tl.exp2(best - new_best)
+        values = tl.load(
+            parts + row[:, None] * HEAD_DIM + d[None, :],
+            mask=valid[:, None] & (d < HEAD_DIM)[None, :],
+            other=0,
+        )
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        best = new_best
+    place = (b * NUM_HEADS + head) * HEAD_DIM + d
+    tl.store(out + place, (acc / total).to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -1,0 +1,224 @@
+"""Matrix products whose rows don't depend on the batch that they are computed in.
+
+Libraries choose another kernel for another number of rows, and so another order of additions:
+a token's last bits then depend on what else is in the batch. Here each output is one float32
+sum in one order, whatever T is:
+
+    acc = 0;  for k in 0, BLOCK_K, 2 BLOCK_K, ...:  acc += x[row, k : k + BLOCK_K] . w[col, same]
+
+No split along K, BLOCK_K fixed for each dtype, and only tiles whose inner products the tensor
+cores compute by the same instruction: at least 64 rows and 4 or 8 warps mean Hopper's `wgmma` of
+64 rows and a K of 16, which differs between tiles only in how many columns it does at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .runtime import INTERPRETED, enter, num_sms, pdl
+
+__all__ = [
+    "Tile",
+    "check_product",
+    "dot_rows",
+    "invariant_linear",
+    "prefetch_rows",
+]
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_PREFETCH_STEP = tl.constexpr(64)  # bytes that one prefetch is taken to bring
+
+
+class Tile(NamedTuple):
+    """What one program computes, how many of K's elements at a step, and how it is compiled."""
+
+    block_m: int  # rows of x
+    block_n: int  # rows of the weight
+    block_k: int
+    num_warps: int
+    num_stages: int  # steps along K whose loads are under way, and their buffers
+
+
+# Widest first. All of a dtype have the same block_k: else their sums would differ.
+_TILES = (
+    Tile(128, 256, 64, 8, 4),
+    Tile(128, 128, 64, 8, 4),
+    Tile(64, 64, 64, 4, 6),
+    Tile(64, 32, 64, 4, 6),
+    Tile(64, 16, 64, 4, 6),
+)
+_FLOAT32_TILES = (Tile(64, 32, 32, 4, 2),)  # no tensor core multiplies float32 exactly
+
+_GROUP_M = 8
+"""Row tiles that walk along the weight together, so that both operands stay in the L2 cache."""
+
+
+def invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x W^T + bias`, in which a row's bits don't depend on T or on the row's place.
+
+    `x [T, K]` with any row stride, `weight [N, K]` contiguous, `bias [N]`, all of one dtype of
+    float32, float16 and bfloat16; returns `[T, N]`, rounded once from a float32 sum.
+    Raises `ValueError` otherwise. Semantics: `torch.nn.functional.linear`.
+    """
+    check_product(x, weight, bias)
+    rows, size = x.shape
+    columns = weight.shape[0]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tile = _choose(rows, columns, x)
+    _invariant_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        columns,
+        size,
+        x.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=size % tile.block_k == 0,
+        GROUP_M=_GROUP_M,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl(x),
+    )
+    return out
+
+
+def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """What every product needs: `x [T, K]`, `weight [N, K]`, `bias [N]`, or `ValueError`."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "x must be [T, K] and weight [N, K]: "
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or x.device != weight.device or not x.is_floating_point():
+        raise ValueError(
+            "x and weight must be of one floating dtype on one device: "
+            f"x is {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}"
+        )
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(
+            "x must have a last stride of 1 and weight be contiguous: "
+            f"x has strides {x.stride()}, weight {weight.stride()}"
+        )
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous():
+        raise ValueError(
+            f"bias must be [N] of x's dtype, contiguous: weight is {tuple(weight.shape)} "
+            f"{weight.dtype}, bias {tuple(bias.shape)} {bias.dtype}"
+        )
+
+
+def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
+    """The widest tile that gives each multiprocessor a program, else the narrowest."""
+    tiles = _FLOAT32_TILES if x.dtype == torch.float32 else _TILES
+    for tile in tiles:
+        programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+        # Tall tiles would mostly multiply rows that don't exist when x has few.
+        if programs >= num_sms(x.device) and (tile.block_m <= 64 or rows > 64):
+            return tile
+    return tiles[-1]
+
+
+@triton.jit
+def _load_step(pointers, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Elements k .. k + BLOCK_K - 1 of the rows that start at `pointers [rows, 1]`; 0 beyond K."""
+    column = k + tl.arange(0, BLOCK_K)[None, :]
+    if EVEN_K:
+        values = tl.load(pointers + column)
+    else:
+        values = tl.load(pointers + column, mask=column < K, other=0)
+    # The interpreter multiplies bfloat16's bits as if they were integers.
+    return values.to(tl.float32) if _INTERPRETED else values
+
+
+@triton.jit
+def dot_rows(
+    x_rows,
+    w_rows,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Float32 products `[BLOCK_M, BLOCK_N]` of rows of x and of the weight, each K long.
+
+    Both are pointers to the rows' beginnings, `[BLOCK_M, 1]` and `[BLOCK_N, 1]`.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = _load_step(x_rows, k, K, BLOCK_K, EVEN_K)
+        w = _load_step(w_rows, k, K, BLOCK_K, EVEN_K)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def prefetch_rows(rows, wanted, COUNT: tl.constexpr, PREFETCH: tl.constexpr):
+    """Ask for the first PREFETCH bytes of COUNT rows to be brought to the L2 cache, if `wanted`.
+
+    `rows [COUNT, 1]` are pointers to their beginnings; PREFETCH is a multiple of 1,024, or 0.
+    Nothing is waited for.
+    """
+    if PREFETCH:
+        # Not the bulk form: the threads of a warp would issue it one after another.
+        step = tl.arange(0, 1024 // _PREFETCH_STEP)[None, :] * _PREFETCH_STEP
+        if wanted:
+            for start in tl.static_range(0, PREFETCH, 1024):
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                    "=r,l",
+                    [tl.broadcast_to(rows.to(tl.int64) + (start + step), COUNT, step.shape[1])],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+
+
+@triton.jit(do_not_specialize=["T"])
+def _invariant_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    T,
+    N,
+    K,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Programs in order of their ids: down the row tiles of a group, then one column tile on; the
+    # next group of row tiles when the columns are done. The last group may be lower.
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    height = tl.minimum(tl.cdiv(T, BLOCK_M) - group * GROUP_M, GROUP_M)
+    row = (group * GROUP_M + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    enter(PDL)
+    # Rows beyond the last are computed as copies of it, and not stored: loads need no mask.
+    x_rows = x + tl.minimum(row, T - 1).to(tl.int64) * x_stride
+    w_rows = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
+    acc = dot_rows(x_rows, w_rows, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
+    if bias is not None:
+        acc += tl.load(bias + tl.minimum(column, N - 1)).to(tl.float32)[None, :]
+    mask = (row < T) & (column < N)[None, :]
+    tl.store(out + row.to(tl.int64) * N + column[None, :], acc, mask=mask)

@@ -1,0 +1,305 @@
+"""From what users say to the final configuration, and in words why each choice was made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .config import EngineConfig, ModelFacts, ResolvedConfig
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .utils.hardware import Hardware
+
+__all__ = ["resolve"]
+
+
+class _Choices:
+    """What the user left open, and in words why it became what it is."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def choose(self, name: str, given: Any, default: Any, why: str) -> Any:
+        """The user's value, else the default, whose reason is noted."""
+        if given is not None:
+            return given
+        self.reasons.append(f"{name} = {default}: {why}")
+        return default
+
+
+def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> ResolvedConfig:
+    """Fill in what `config` leaves open; raises `ConfigError` for what can't be.
+
+    Pure: the same arguments give the same result, on every rank.
+    """
+    import torch
+
+    choices = _Choices()
+    choose = choices.choose
+    device = _device(config, hardware, choices)
+    cpu = device == "cpu"
+    dtype = _dtype(config, model, cpu, choices)
+    native = _native(config, hardware, model, cpu, choices)
+    triton = _triton(config, hardware, cpu, choices)
+    _check_length(config, model)
+    running, budget = _batch_limits(config, device, choices)
+    attn = _attn(config, hardware, dtype, triton, choices)
+    return ResolvedConfig(
+        device=torch.device(device),
+        dtype=dtype,
+        native=native.on,
+        triton=triton.on,
+        quantization=_quantization(config, model, cpu, native, choices),
+        kv_dtype=_kv_dtype(config, dtype, native, choices),
+        deterministic=_deterministic(config, model, native, triton, attn),
+        max_model_len=choose(
+            "max_model_len", config.max_model_len, model.max_context, "the model's context"
+        ),
+        max_model_len_asked=config.max_model_len is not None,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        memory_ratio=choose(
+            "memory_ratio", config.memory_ratio, 0.3 if cpu else 0.9, f"default on {device}"
+        ),
+        max_running_requests=running,
+        max_prefill_length=budget,
+        cache=config.cache,
+        schedule_policy=config.schedule_policy,
+        overlap=_overlap(config, cpu, choices),
+        attn=attn,
+        kernels=config.kernels,
+        cuda_graph_max_bs=_graphs(config, model, cpu, attn, running, choices),
+        load_format=config.load_format,
+        logprobs_mode=config.logprobs_mode,
+        threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
+        reasons=tuple(choices.reasons),
+    )
+
+
+def _device(config: EngineConfig, hardware: Hardware, choices: _Choices) -> str:
+    asked = None if config.device == "auto" else config.device
+    if asked == "cuda" and not hardware.has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    found = "cuda" if hardware.has_cuda else "cpu"
+    why = f"torch sees {'a' if hardware.has_cuda else 'no'} GPU"
+    device: str = choices.choose("device", asked, found, why)
+    return device
+
+
+def _dtype(config: EngineConfig, model: ModelFacts, cpu: bool, choices: _Choices) -> torch.dtype:
+    import torch
+
+    from .utils.torch_utils import parse_dtype
+
+    asked = None if config.dtype == "auto" else parse_dtype(config.dtype)
+    if cpu and asked == torch.float16:
+        raise ConfigError("float16 is unusably slow on CPU: use --dtype bfloat16 or float32")
+    default, why = model.dtype, "the checkpoint's type"
+    if cpu and model.dtype == torch.float16:
+        default, why = torch.bfloat16, "the checkpoint's float16 is slow on CPU"
+    dtype: torch.dtype = choices.choose("dtype", asked, default, why)
+    return dtype
+
+
+class _Kernels(NamedTuple):
+    """Whether some kernels run, and in words why."""
+
+    on: bool
+    why: str
+
+
+def _native(
+    config: EngineConfig, hardware: Hardware, model: ModelFacts, cpu: bool, choices: _Choices
+) -> _Kernels:
+    if not cpu:
+        found = _Kernels(False, "they are for CPUs, and the model runs on CUDA")
+    elif config.kernels == "reference":
+        found = _Kernels(False, "--kernels reference")
+    elif not hardware.has_native:
+        found = _Kernels(False, "the native CPU kernels are not there")
+    elif not model.is_dense:
+        found = _Kernels(False, "the model has experts, which the native CPU kernels don't compute")
+    else:
+        found = _Kernels(True, "the native CPU kernels compute dense models")
+    choices.choose("native", None, found.on, found.why)
+    return found
+
+
+def _triton(
+    config: EngineConfig, hardware: Hardware, cpu: bool, choices: _Choices
+) -> _Kernels:
+    if cpu:
+        return _Kernels(False, "they are for CUDA, and the model runs on the CPU")
+    if config.kernels == "reference":
+        found = _Kernels(False, "--kernels reference")
+    elif not hardware.has_triton:
+        found = _Kernels(False, "Triton is not installed: plain PyTorch ops are much slower")
+    else:
+        found = _Kernels(True, "fused kernels for CUDA")
+    choices.choose("triton", None, found.on, found.why)
+    return found
+
+
+def _attn(
+    config: EngineConfig,
+    hardware: Hardware,
+    dtype: torch.dtype,
+    triton: _Kernels,
+    choices: _Choices,
+) -> str:
+    """The attention backend. FlashInfer's is not the default where it is installed: ours was
+    measured faster (docs/log.md), and runs in CUDA graphs."""
+    asked = None if config.attn == "auto" else config.attn
+    if asked in ("triton", "flashinfer") and not triton.on:
+        raise ConfigError(
+            f"--attn {asked} needs the Triton kernels, which don't run: {triton.why}; "
+            "use --attn auto"
+        )
+    if asked == "flashinfer":
+        if not hardware.has_flashinfer:
+            raise ConfigError(
+                "--attn flashinfer: the package flashinfer-python is not installed; install it "
+                "or use --attn auto"
+            )
+        if dtype.itemsize != 2:
+            raise ConfigError(
+                f"--attn flashinfer has no kernels for {str(dtype).removeprefix('torch.')}: use "
+                "--dtype bfloat16 or float16, or --attn auto"
+            )
+    default, why = "torch", "the Triton kernels don't run"
+    if triton.on:
+        default, why = "triton", "its decode kernel was measured fastest"
+    attn: str = choices.choose("attn", asked, default, why)
+    return attn
+
+
+def _graphs(
+    config: EngineConfig, model: ModelFacts, cpu: bool, attn: str, running: int, choices: _Choices
+) -> int:
+    asked = config.cuda_graph_max_bs
+    if cpu:
+        why = "there are none on a CPU"
+    elif attn != "triton":
+        why = f"--attn {attn} plans each step on the host"
+    elif not model.is_dense:
+        why = "the experts' sizes are read on the host in each step"
+    else:
+        default = "as many as max_running_requests"
+        most = None if asked is None else min(asked, running)
+        size: int = choices.choose("cuda_graph_max_bs", most, running, default)
+        return size
+    if asked:
+        raise ConfigError(f"--cuda-graph-max-bs {asked} needs CUDA graphs, and {why}; leave it out")
+    choices.choose("cuda_graph_max_bs", None, 0, why)
+    return 0
+
+
+def _quantization(
+    config: EngineConfig, model: ModelFacts, cpu: bool, native: _Kernels, choices: _Choices
+) -> str:
+    asked = config.quantization
+    if asked in ("int8", "int4"):
+        if not cpu:
+            raise ConfigError(
+                f"--quantization {asked} is for CPUs: use --device cpu or --quantization none"
+            )
+        if not native.on:
+            choices.reasons.append(
+                f"quantization = {asked} as asked, but each use dequantizes the weights, which is "
+                f"slow: native kernels don't run ({native.why})"
+            )
+        return asked
+    if not model.quantized:
+        default, why = "none", "the checkpoint has no blocks that could be kept"
+    elif not native.on:
+        default, why = "none", f"quantized weights are kept for native kernels only ({native.why})"
+    elif config.dtype != "auto":
+        default, why = "none", f"--dtype {config.dtype} asks for weights of that type"
+    else:
+        default, why = "keep", "the checkpoint is quantized, and native kernels use its blocks"
+    quantization: str = choices.choose(
+        "quantization", None if asked == "auto" else asked, default, why
+    )
+    return quantization
+
+
+def _kv_dtype(
+    config: EngineConfig, dtype: torch.dtype, native: _Kernels, choices: _Choices
+) -> torch.dtype:
+    import torch
+
+    asked = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    kv_dtype: torch.dtype = choices.choose("kv_dtype", asked, dtype, "the type of computation")
+    if kv_dtype != dtype and not native.on:
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} beside --dtype {str(dtype).removeprefix('torch.')} "
+            f"needs the native CPU kernels, which don't run: {native.why}; use --kv-dtype auto"
+        )
+    return kv_dtype
+
+
+def _deterministic(
+    config: EngineConfig, model: ModelFacts, native: _Kernels, triton: _Kernels, attn: str
+) -> bool:
+    if not config.deterministic or native.on:
+        return config.deterministic
+    if not triton.on:
+        raise ConfigError(
+            "--deterministic needs the native CPU kernels or the Triton kernels, and neither run: "
+            f"{native.why}; {triton.why}; leave it out"
+        )
+    if attn != "triton":
+        raise ConfigError(f"--deterministic on CUDA needs --attn triton, not {attn}")
+    if not model.is_dense:
+        raise ConfigError("--deterministic on CUDA is for dense models: leave it out")
+    return True
+
+
+def _overlap(config: EngineConfig, cpu: bool, choices: _Choices) -> bool:
+    overlap: bool = choices.choose(
+        "overlap",
+        None if config.overlap == "auto" else config.overlap == "on",
+        not cpu,
+        "a CPU computes in the thread that would prepare the next step"
+        if cpu
+        else "the GPU computes while the host prepares the next step",
+    )
+    return overlap
+
+
+def _check_length(config: EngineConfig, model: ModelFacts) -> None:
+    if config.max_model_len is None or config.max_model_len <= model.max_context:
+        return
+    why = f"the model's context is {model.max_context}"
+    if model.rope_type == "dynamic":
+        why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
+    raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
+
+
+def _batch_limits(config: EngineConfig, device: str, choices: _Choices) -> tuple[int, int]:
+    """Most running requests, and the token budget of a step, which has room for one of each.
+
+    A CPU's budget is small: whoever decodes waits for the prefill beside it, and larger chunks
+    are not faster there.
+    """
+    running_default, budget_default = (64, 256) if device == "cpu" else (256, 8192)
+    budget = choices.choose(
+        "max_prefill_length",
+        config.max_prefill_length,
+        max(budget_default, config.max_running_requests or 0),
+        f"default on {device}",
+    )
+    running = choices.choose(
+        "max_running_requests",
+        config.max_running_requests,
+        min(running_default, budget),
+        f"default on {device}, at most max_prefill_length",
+    )
+    if running > budget:
+        raise ConfigError(
+            f"--max-running-requests {running} is above --max-prefill-length {budget}: a step "
+            "must have room for one token of each running request"
+        )
+    return running, budget
