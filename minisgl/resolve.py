@@ -127,9 +127,7 @@ def _native(
     return found
 
 
-def _triton(
-    config: EngineConfig, hardware: Hardware, cpu: bool, choices: _Choices
-) -> _Kernels:
+def _triton(config: EngineConfig, hardware: Hardware, cpu: bool, choices: _Choices) -> _Kernels:
     if cpu:
         return _Kernels(False, "they are for CUDA, and the model runs on the CPU")
     if config.kernels == "reference":

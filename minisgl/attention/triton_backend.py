@@ -5,9 +5,9 @@ A step's requests that decode come first, one token each; the prefills' tokens f
     tokens    | d d d d d | p p p p p p p p p p | padding |
               decode_attention   prefill_attention
 
-All lengths are read on the device, from the numbers that the engine sends once a step (`StepTables`).
-Grids are as large as the batch could need, so the same launches serve every step of a shape, and
-can be captured. With `deterministic`, every token goes through the prefill kernel, whose result
+All lengths are read on the device, from the numbers that a step begins with (`StepTables`). Grids
+are as large as the batch could need, so the same launches serve every step of a shape, and can be
+captured. With `deterministic`, every token goes through the prefill kernel, whose result
 does not depend on what a step computes beside it.
 """
 
@@ -24,15 +24,10 @@ from minisgl.kernel.triton.decode import DecodePlan, decode_attention, plan_deco
 from minisgl.kernel.triton.inputs import plan_prefill
 from minisgl.kernel.triton.prefill import PrefillPlan, block_tokens, prefill_attention
 from minisgl.kernel.triton.rope import qk_norm_rope_store
-from minisgl.kernel.triton.runtime import num_sms
 from minisgl.kvcache import KVPool
 from minisgl.utils import div_ceil
 
 __all__ = ["StepTables", "TritonBackend", "TritonMetadata"]
-
-_PARTS_PER_SM = 16
-"""Parts that decode attention cuts the keys of all requests into, for each multiprocessor: enough
-to balance the load, and few enough that combining them costs little (docs/log.md)."""
 
 
 class StepTables(NamedTuple):
@@ -87,9 +82,8 @@ class TritonBackend:
         shape, device = pool.shape, page_table.device
         self._scale = shape.head_dim**-0.5
         self._block_tokens = block_tokens(heads, shape.num_kv_heads, shape.head_dim)
-        max_parts = div_ceil(_PARTS_PER_SM * num_sms(device), shape.num_kv_heads)
         self._decode = {
-            window: DecodePlan.empty(max_requests, max_parts, window, device)
+            window: DecodePlan.empty(max_requests, shape.num_kv_heads, window, device)
             for window in dict.fromkeys(windows)
         }
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
@@ -105,7 +99,9 @@ class TritonBackend:
         size = tables.rows.shape[0]
         if num_decodes:
             for plan in self._decode.values():
-                plan_decode(tables.seq_lens[:num_decodes], tables.counts, plan)
+                plan_decode(
+                    tables.rows[:num_decodes], tables.seq_lens[:num_decodes], tables.counts, plan
+                )
         prefill = None
         if num_tokens > num_decodes:
             most = div_ceil(num_tokens, self._block_tokens) + size
@@ -149,7 +145,7 @@ class TritonBackend:
     def _attend(self, q: torch.Tensor, layer_id: int, batch: ModelInputs) -> torch.Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, TritonMetadata)
-        window, tables, count = self._windows[layer_id], metadata.tables, metadata.num_decodes
+        window, count = self._windows[layer_id], metadata.num_decodes
         keys, values = self._pool.pages(layer_id)
         out = q.new_empty(q.shape)
         if count:
@@ -158,8 +154,6 @@ class TritonBackend:
                 keys,
                 values,
                 self._page_table,
-                tables.rows[:count],
-                tables.seq_lens[:count],
                 metadata.decode[window],
                 out[:count],
                 scale=self._scale,

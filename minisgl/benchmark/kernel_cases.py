@@ -23,8 +23,6 @@ __all__ = ["Case", "Draw", "Kernel", "Work", "decode_lengths", "kernel_cases", "
 
 PAGE_SIZE = 16
 MAX_POSITION = 4096
-PARTS_PER_SM = 16
-"""Of a decode plan, as `attention/triton_backend.py` makes it."""
 
 
 class Work(NamedTuple):
@@ -246,23 +244,19 @@ def _prefill_attention(draw: Draw, count: int, length: int) -> Work:
 
 def _decode_attention(draw: Draw, count: int) -> Work:
     from minisgl.kernel.triton.decode import DecodePlan, decode_attention, plan_decode
-    from minisgl.kernel.triton.runtime import num_sms
 
     keys = draw.paged(decode_lengths(count))
     q = draw.normal(count, draw.model.num_qo_heads, draw.model.head_dim)
     out = torch.empty_like(q)
     # The plan is made once a step, for all layers: it takes no part in the time.
-    max_parts = div_ceil(PARTS_PER_SM * num_sms(draw.device), draw.model.num_kv_heads)
-    plan = DecodePlan.empty(count, max_parts, None, draw.device)
-    plan_decode(keys.seq_lens, draw.int32([count]), plan)
+    plan = DecodePlan.empty(count, draw.model.num_kv_heads, None, draw.device)
+    plan_decode(keys.rows, keys.seq_lens, draw.int32([count]), plan)
     return Work(
         lambda: decode_attention(
             q,
             keys.k_pages,
             keys.v_pages,
             keys.page_table,
-            keys.rows,
-            keys.seq_lens,
             plan,
             out,
             scale=draw.model.head_dim**-0.5,

@@ -17,7 +17,7 @@ from minisgl.attention.triton_backend import StepTables, TritonBackend, TritonMe
 from minisgl.config import ResolvedConfig
 from minisgl.core import Batch, Context, PromptLogitsSink
 from minisgl.kernel.dispatch import triton_ops, using
-from minisgl.kernel.triton.inputs import fill_inputs, scatter
+from minisgl.kernel.triton.inputs import fill_inputs, receive, scatter
 from minisgl.kvcache import KVPool
 from minisgl.layers import local_heads
 from minisgl.models import ModelConfig
@@ -32,6 +32,12 @@ from .triton_drawer import TritonDrawer
 __all__ = ["CudaForward"]
 
 logger = get_logger(__name__)
+
+_STAGES = 4
+"""Steps whose numbers may be on their way; the scheduler launches two before it reads one."""
+_MAX_WRITES = 16_384
+"""Changes of the page table that fit a transfer; more go by a copy of their own."""
+_NO_WRITES = np.zeros((3, 0), dtype=np.int32)
 
 
 @dataclass(eq=False)
@@ -48,33 +54,69 @@ class _Inputs:
 
 
 class _Buffers:
-    """A step's numbers on the host and on the device, and its inputs with one entry a token."""
+    """What a step is told, on its way to the device, and its inputs with one entry a token.
+
+    A step's numbers and changes of the page table are written into pinned memory, from where a
+    kernel fetches them. The memory is written again some steps later, when that kernel is done.
+    """
 
     def __init__(self, max_tokens: int, max_reqs: int, device: torch.device) -> None:
-        # Parts of the one array that is sent, each at a multiple of 16 bytes.
+        # Each row at a multiple of 16 bytes: counts, five of requests, and those that sample.
         width = (max_reqs + 4) // 4 * 4
-        self._host = np.zeros((5, width), dtype=np.int32)
-        self._sent = torch.zeros((5, width), dtype=torch.int32, device=device)
+        self._numbers = torch.zeros((7, width), dtype=torch.int32, device=device)
+        size = self._numbers.numel() + 3 * _MAX_WRITES
+        pinned = device.type == "cuda"
+        self._staged = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)
+        ]
+        self._fetched: list[torch.cuda.Event | None] = [None] * _STAGES
+        self._turn = 0
         self.tokens = torch.zeros((3, max_tokens), dtype=torch.int64, device=device)
         self.last = torch.zeros(max_reqs, dtype=torch.int64, device=device)
 
-    def send(self, batch: Batch, num_decodes: int) -> None:
-        """Queue the copy of the batch's numbers; their memory may change at once afterwards."""
-        host, size = self._host, batch.size
-        host[0, :3] = num_decodes, size, batch.num_tokens
-        host[1, :size] = batch.rows
-        host[2, :size] = batch.cached_lens
-        host[3, :size] = batch.device_lens
-        host[4, 0] = 0
-        np.cumsum(batch.extend_lens, out=host[4, 1 : size + 1])
-        self._sent.copy_(torch.from_numpy(host), non_blocking=True)
+    def send(
+        self,
+        batch: Batch,
+        num_decodes: int,
+        sampling: np.ndarray,
+        writes: np.ndarray,
+        page_table: torch.Tensor,
+    ) -> None:
+        """Queue the transfer of the batch's numbers, of the places that sample, and of `writes
+        [3, n]` to the page table."""
+        turn = self._turn
+        self._turn = (turn + 1) % _STAGES
+        event = self._fetched[turn]
+        if event is not None:
+            event.synchronize()
+        staged, size = self._staged[turn], batch.size
+        host = staged.numpy()
+        end = self._numbers.numel()
+        numbers = host[:end].reshape(7, -1)
+        numbers[0, :3] = num_decodes, size, batch.num_tokens
+        numbers[1, :size] = batch.rows
+        numbers[2, :size] = batch.cached_lens
+        numbers[3, :size] = batch.device_lens
+        numbers[4, 0] = 0
+        np.cumsum(batch.extend_lens, out=numbers[4, 1 : size + 1])
+        numbers[5, : len(sampling)] = batch.rows[sampling]
+        numbers[6, : len(sampling)] = batch.total_lens[sampling]
+        host[end : end + writes.size] = writes.reshape(-1)
+        receive(staged, self._numbers.view(-1), page_table, writes.shape[1])
+        if staged.is_pinned():
+            self._fetched[turn] = event = event or torch.cuda.Event()
+            event.record()
 
     def tables(self, num_reqs: int) -> StepTables:
         """What kernels read of a step with room for so many requests."""
-        counts, rows, cached, lens, starts = self._sent
+        counts, rows, cached, lens, starts, _, _ = self._numbers
         return StepTables(
             counts, rows[:num_reqs], cached[:num_reqs], lens[:num_reqs], starts[: num_reqs + 1]
         )
+
+    def sampled(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions of the tokens that the step samples: `[count]` int32 each."""
+        return self._numbers[5, :count], self._numbers[6, :count]
 
 
 class CudaForward:
@@ -90,6 +132,7 @@ class CudaForward:
         self._model_config = model_config
         self._ops = triton_ops(config.deterministic)
         self._windows = [model_config.layer_window(i) for i in range(model_config.num_layers)]
+        self._writes: list[np.ndarray] = []
         self.num_replayed = self.num_launched = 0
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
@@ -129,7 +172,11 @@ class CudaForward:
             f"kernel.triton ({attention}); {len(self._graphs)} CUDA graphs"
         )
 
-    def run(self, batch: Batch) -> None:
+    def set_pages(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
+        """Change the page table with the next step's transfer."""
+        self._writes.append(np.array((rows, columns, pages), dtype=np.int32))
+
+    def run(self, batch: Batch, sampling: np.ndarray) -> None:
         """Launch the batch; a prompt's logits go to its sink on the way."""
         num_tokens, size = batch.num_tokens, batch.size
         decodes = batch.extend_lens == 1
@@ -137,7 +184,12 @@ class CudaForward:
         num_decodes = size if decodes.all() else int(decodes.argmin())
         if self._config.deterministic:
             num_decodes = 0
-        self._buffers.send(batch, num_decodes)
+        writes = np.concatenate((_NO_WRITES, *self._writes), axis=1)
+        if writes.shape[1] > _MAX_WRITES:
+            scatter(self._tables[1], *to_device(writes, self._config.device).unbind())
+            writes = _NO_WRITES
+        self._buffers.send(batch, num_decodes, sampling, writes, self._tables[1])
+        self._writes.clear()
         shape = None
         if batch.prompt_logits is None:
             shape = self._graphs.find(num_tokens, size, num_tokens > size)
@@ -148,6 +200,12 @@ class CudaForward:
             exact = Shape(num_tokens, size, num_decodes, num_tokens > size)
             self._logits = self._compute(exact, batch.prompt_logits)
             self.num_launched += 1
+
+    def sampled_places(
+        self, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions of the tokens to sample, on the device."""
+        return self._buffers.sampled(len(rows))
 
     def logits(self, places: np.ndarray) -> torch.Tensor:
         """Of the last token of the batch's requests at `places [n]`: `[n, vocab]`."""

@@ -26,12 +26,17 @@ class Drawer(Protocol):
     """Chooses a token for each row of a batch."""
 
     def choose(
-        self, logits: torch.Tensor, plan: SamplingPlan, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        positions: np.ndarray,
+        sent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A token for each row of `logits [B, V]`: `[B]` int64 on their device.
 
         Of a row that draws, temperature, filters and random key are the plan's and `positions
-        [B]` int64; of the others it is the lowest id of the largest logit.
+        [B]` int64; of the others it is the lowest id of the largest logit. `sent` are the
+        positions on the device, where they are there already.
         """
         ...
 
@@ -78,7 +83,11 @@ class BatchDrawer:
         self._device = device
 
     def choose(
-        self, logits: torch.Tensor, plan: SamplingPlan, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        positions: np.ndarray,
+        sent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Drawer`."""
         draws, count = plan.draws, len(plan.draws.rows)

@@ -107,11 +107,7 @@ class Engine:
 
     def set_pages(self, writes: PageWrites) -> None:
         """Change entries of the page table, each at most once, and clear the fresh pages."""
-        if self._page_rows is not None:
-            self._page_rows[writes.rows, writes.columns] = writes.pages
-        else:
-            entries = np.array((writes.rows, writes.columns, writes.pages), dtype=np.int64)
-            self._forward.write(self._page_table, *to_device(entries, self._device).unbind())
+        self._forward.set_pages(writes.rows, writes.columns, writes.pages)
         if writes.fresh and self._forward.reads_unused_slots:
             fresh = np.array(writes.fresh, dtype=np.int64)
             self._pool.clear(to_device(fresh, self._device))
@@ -122,28 +118,25 @@ class Engine:
         prompt = None
         if any(req.params.prompt_logprobs is not None for req in batch.reqs):
             batch.prompt_logits = prompt = PromptLogprobs(batch, self._device)
-        self._forward.run(batch)
         sampling = np.flatnonzero(batch.samples)
+        self._forward.run(batch, sampling)
         if not sampling.size:
             return _Step(batch.size, [], HostCopy([], self._device), prompt)
         rows, positions = batch.rows[sampling], batch.total_lens[sampling]
+        places = self._forward.sampled_places(rows, positions)
         reqs = [batch.reqs[i] for i in sampling]
         if isinstance(self._forward, NativeForward) and all(r.params.plain_greedy for r in reqs):
             sampled = Sampled.plain(self._forward.greedy(sampling), self._device)
         else:
-            sampled = self._sampler.sample(self._forward.logits(sampling), reqs, rows, positions)
-        if self._token_rows is not None:
-            self._token_rows[rows, positions] = sampled.tokens.numpy()
-        else:
-            row, column = to_device(np.stack((rows, positions)), self._device).unbind()
-            self._forward.write(self._token_pool, row, column, sampled.tokens)
+            logits = self._forward.logits(sampling)
+            sampled = self._sampler.sample(logits, reqs, rows, positions, places[1])
+        self._forward.write(self._token_pool, *places, sampled.tokens)
         return _Step(batch.size, sampling.tolist(), sampled, prompt)
 
     def close(self) -> None:
         """Give the memory of model, pool and tables back."""
         clear_rope_cache()
         del self.model, self._forward, self._pool, self._sampler, self._token_pool, self._page_table
-        del self._token_rows, self._page_rows
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -159,10 +152,6 @@ class Engine:
         )
         # One more column: the token after the last one is written before the request ends.
         self._token_pool = torch.zeros((rows, max_len + 1), dtype=torch.int32, device=self._device)
-        # Indexing by numpy takes a tenth of the time, where both see the same memory.
-        on_cpu = self._device.type == "cpu"
-        self._token_rows = self._token_pool.numpy() if on_cpu else None
-        self._page_rows = self._page_table.numpy() if on_cpu else None
         self._forward.bind(self._pool, self._page_table, self._token_pool)
         self._sampler = Sampler(
             self.model_config.vocab_size,

@@ -4,7 +4,7 @@ in one call of the native kernels.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.core import Batch, Context, PromptLogitsSink
 from minisgl.kernel.dispatch import reference_ops, triton_ops, using
 from minisgl.kvcache import KVPool
+from minisgl.layers import local_heads
 from minisgl.models import ModelConfig
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.decoder import CausalLM
@@ -21,6 +22,9 @@ from minisgl.utils.transfer import to_device
 
 from .drawer import BatchDrawer, Drawer
 from .inputs import fill_batch
+
+if TYPE_CHECKING:
+    from minisgl.attention.flashinfer_backend import FlashInferBackend
 
 __all__ = ["Forward", "NativeForward", "TorchForward", "make_forward"]
 
@@ -47,8 +51,19 @@ class Forward(Protocol):
         """Which op is computed by what, for the log."""
         ...
 
-    def run(self, batch: Batch) -> None:
-        """Compute the batch; a prompt's logits go to its sink on the way."""
+    def set_pages(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
+        """`page_table[rows[i], columns[i]] = pages[i]`, before the next step is computed."""
+        ...
+
+    def run(self, batch: Batch, sampling: np.ndarray) -> None:
+        """Compute the batch; a prompt's logits go to its sink on the way. `sampling [n]` are the
+        places of the requests that sample."""
+        ...
+
+    def sampled_places(
+        self, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows and positions `[n]` of the tokens to sample, as integers on the device."""
         ...
 
     def logits(self, places: np.ndarray) -> torch.Tensor:
@@ -66,9 +81,7 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(
-    model: BaseLLMModel, model_config: ModelConfig, config: ResolvedConfig
-) -> Forward:
+def make_forward(model: BaseLLMModel, model_config: ModelConfig, config: ResolvedConfig) -> Forward:
     """The forward that the configuration asks for."""
     if config.native:
         return NativeForward(model, model_config, config)
@@ -90,13 +103,14 @@ class TorchForward:
         self._model = model
         self._config = config
         self._vocab_size = model_config.vocab_size
+        self._heads, _ = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
         self._ops = triton_ops() if config.triton else reference_ops()
         self._windows = [model_config.layer_window(i) for i in range(model_config.num_layers)]
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """Compute with this memory from now on."""
         self._tables = token_pool, page_table
-        self._backend = TorchBackend(pool, page_table, self._windows)
+        self._backend = self._make_backend(pool, page_table)
         self._ctx = Context(self._config.page_size, self._backend)
 
     def unbind(self) -> None:
@@ -107,7 +121,22 @@ class TorchForward:
         """Which op is computed by what, for the log."""
         return f"{self._ops.describe()}; attention: {self._config.attn}"
 
-    def run(self, batch: Batch) -> None:
+    def set_pages(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
+        """Change the page table."""
+        table = self._tables[1]
+        if table.device.type == "cpu":  # numpy's indexing takes a tenth of the time
+            table.numpy()[rows, columns] = pages
+        else:
+            entries = np.array((rows, columns, pages), dtype=np.int64)
+            self.write(table, *to_device(entries, table.device).unbind())
+
+    def sampled_places(
+        self, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Forward`."""
+        return _uploaded(rows, positions, self._tables[0].device)
+
+    def run(self, batch: Batch, sampling: np.ndarray) -> None:
         """Compute the batch; a prompt's logits go to its sink on the way."""
         fill_batch(batch, *self._tables, self._config.page_size)
         batch.attn_metadata = self._backend.prepare_metadata(batch)
@@ -132,6 +161,31 @@ class TorchForward:
         self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
     ) -> None:
         """`table[rows, columns] = values`."""
+        _write(table, rows, columns, values)
+
+    def _make_backend(
+        self, pool: KVPool, page_table: torch.Tensor
+    ) -> TorchBackend | FlashInferBackend:
+        if self._config.attn == "torch":
+            return TorchBackend(pool, page_table, self._windows)
+        from minisgl.attention.flashinfer_backend import FlashInferBackend
+
+        return FlashInferBackend(pool, page_table, self._windows, self._heads)
+
+
+def _uploaded(
+    rows: np.ndarray, positions: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    row, position = to_device(np.stack((rows, positions)), device).unbind()
+    return row, position
+
+
+def _write(
+    table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+) -> None:
+    if table.device.type == "cpu":
+        table.numpy()[rows.numpy(), columns.numpy()] = values.numpy()
+    else:
         table[rows, columns] = values.to(table.dtype)
 
 
@@ -157,6 +211,7 @@ class NativeForward:
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """Compute with this memory from now on."""
         self._native.bind(pool, page_table, token_pool)
+        self._page_rows = page_table.numpy()
 
     def unbind(self) -> None:
         """Nothing is measured on a CPU, so nobody asks."""
@@ -166,7 +221,17 @@ class NativeForward:
         """For the log."""
         return "every op: kernel.cpu, one call a step"
 
-    def run(self, batch: Batch) -> None:
+    def set_pages(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
+        """Change the page table."""
+        self._page_rows[rows, columns] = pages
+
+    def sampled_places(
+        self, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Forward`."""
+        return torch.from_numpy(rows), torch.from_numpy(positions)
+
+    def run(self, batch: Batch, sampling: np.ndarray) -> None:
         """Compute the batch; a prompt's logits go to its sink."""
         self._native.forward(batch)
         self._last_rows = batch.extend_lens.cumsum() - 1
@@ -192,7 +257,7 @@ class NativeForward:
         self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
     ) -> None:
         """`table[rows, columns] = values`."""
-        table[rows, columns] = values.to(table.dtype)
+        _write(table, rows, columns, values)
 
     def _score(self, sink: PromptLogitsSink) -> None:
         rows = sink.rows.numpy()

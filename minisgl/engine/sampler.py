@@ -82,18 +82,24 @@ class Sampler:
         self._penalties.attach(req)
 
     def sample(
-        self, logits: torch.Tensor, reqs: list[Req], rows: np.ndarray, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        reqs: list[Req],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        sent: torch.Tensor | None = None,
     ) -> Sampled:
         """One token for each of `reqs` from its row of `logits [B, V]`.
 
         `rows [B]` are the requests' rows in the token pool, `positions [B]` those of the tokens
-        to sample: the pool holds all tokens before. Of a request only what never changes is read.
+        to sample, and `sent` the same on the device, where they are there already: the pool holds
+        all tokens before. Of a request only what never changes is read.
         """
         if reqs != self._plan.reqs:  # compared by identity
             self._plan = SamplingPlan.of(list(reqs), self._vocab_size)
         plan = self._plan
         work = self._process(logits, rows, positions)
-        tokens = self._drawer.choose(work, plan, positions)
+        tokens = self._drawer.choose(work, plan, positions, sent)
         scores = None
         if plan.scored:
             index = self._tensor(np.array(plan.scored))

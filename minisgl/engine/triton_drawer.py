@@ -1,7 +1,7 @@
 """Sampling by Triton kernels: all that a step needs of it stays on the device.
 
 A plan's parameters are uploaded once and kept for as long as the sampler has the same plan, so a
-decoding batch uploads only positions, and nothing at all if nobody draws.
+decoding batch uploads at most positions, and nothing where the step's own transfer brought them.
 """
 
 from __future__ import annotations
@@ -64,18 +64,22 @@ class TritonDrawer:
         self._kept: _Parameters | None = None
 
     def choose(
-        self, logits: torch.Tensor, plan: SamplingPlan, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        positions: np.ndarray,
+        sent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Drawer`; `logits` of 16 or 32 bits, as they come."""
         kept = self._kept
         if kept is None or kept.plan is not plan:
             kept = self._kept = _Parameters.of(plan, self._vocab_size, self._device)
-        # Greedy rows read no position, so any integers will do where all are.
-        places = to_device(positions, self._device) if plan.draws.rows.size else kept.seeds
-        ends = (None, None)
-        if kept.filters is not None:
-            ends = find_thresholds(logits, kept.temperature, *kept.filters)
-        return choose_tokens(logits, kept.temperature, kept.seeds, places, kept.choices, *ends)
+        places = to_device(positions, self._device) if sent is None else sent
+        keys = kept.seeds, places, kept.choices
+        if kept.filters is None:
+            return choose_tokens(logits, kept.temperature, *keys)
+        ends = find_thresholds(logits, kept.temperature, *kept.filters)
+        return choose_tokens(logits, kept.temperature, *keys, *ends)
 
     def penalties(self, token_pool: torch.Tensor) -> Penalties:
         """Those whose counts stay on the device."""

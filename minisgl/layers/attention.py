@@ -44,7 +44,9 @@ class AttentionLayer(StateLessOP):
         """`qkv [T, (Hq + 2 Hk) D]`, overwritten, to `[T, Hq D]`."""
         ctx = get_global_ctx()
         if ctx.attn_backend.fuses_qkv:
-            return ctx.attn_backend.forward_qkv(self._fused(qkv), self.layer_id, ctx.batch).flatten(-2)
+            return ctx.attn_backend.forward_qkv(self._fused(qkv), self.layer_id, ctx.batch).flatten(
+                -2
+            )
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self._split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.forward_inplace(q)

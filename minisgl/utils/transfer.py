@@ -6,6 +6,7 @@ launch may wait for the device, and reading a step's result may wait for that st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,14 +26,21 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class HostCopy:
     """Tensors of one device on their way to the host.
 
     `tensor.tolist()` waits for all that the device was given up to that call, the steps launched
-    after the one that made the tensor too. These copies are queued right behind what makes the
-    tensors, and `wait` waits for them alone. A copy runs beside the host only into pinned memory;
-    torch caches it, and gives a buffer to someone else only when it was dropped here and the copy
-    into it is done. On the CPU the tensors are there already, and must not change until read.
+    after the one that made the tensor too. These copies wait for what makes the tensors, and `wait`
+    waits for them alone; they have a stream of their own, as starting a copy takes longer than a
+    small kernel, and the next step need not wait for it. A copy runs beside the host only into
+    pinned memory; torch caches it, and gives a buffer to someone else only when it was dropped here
+    and the copy into it is done. On the CPU the tensors are there already, and must not change
+    until read.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -41,10 +49,14 @@ class HostCopy:
         self._tensors = list(tensors)
         if device.type == "cuda":
             self._tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
-            for target, source in zip(self._tensors, tensors, strict=True):
-                target.copy_(source, non_blocking=True)
+            stream = _copy_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for target, source in zip(self._tensors, tensors, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    source.record_stream(stream)  # its memory is nobody else's before that
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+            self._event.record(stream)
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors on the host, in the order given."""

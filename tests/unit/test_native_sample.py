@@ -1,13 +1,12 @@
 """Native draws against `TorchDrawer`, the reference, and against what can be known by hand.
 
-The two round differently, so a token may differ where `uniform` lies at a border of the cumulative
-distribution, or where the sum of probabilities reaches `top_p`. Borders are those of the reference;
-what lies within `MARGIN` of one is counted and not compared, and there is little of it.
+The two round differently: draws near a border (`tests/draws.py`) are counted and not compared, and
+there are few of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import Req, SamplingParams
-from minisgl.engine.drawer import BatchDrawer, TorchDrawer
+from minisgl.engine.drawer import BatchDrawer
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_plan import Draws
 from minisgl.kernel import sampling
 from minisgl.kernel.cpu import ThreadPool, has_native
 from minisgl.kernel.cpu.sample import NativeDrawer
+from tests.draws import MARGIN, REFERENCE, draws, mixed_draws, near_border
 
 CPU = torch.device("cpu")
-REFERENCE = TorchDrawer(CPU)
 LARGE = 49152
 INF = float("inf")
-MARGIN = 1e-6
-"""Of a sum of probabilities. Both round logits / temperature to float32, each in its own way:
-measured, the borders of the two lie less than a tenth of this apart."""
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +38,6 @@ def pools() -> Iterator[list[ThreadPool]]:
 @pytest.fixture(scope="module")
 def pool(pools: list[ThreadPool]) -> ThreadPool:
     return pools[1]
-
-
-def draws(
-    rows: Sequence[int],
-    temperature: float | Sequence[float] = 1.0,
-    top_k: int | Sequence[int] = LARGE,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-) -> Draws:
-    """One entry a row of each; a single one is for all."""
-
-    def spread(values: Any, dtype: type[np.generic]) -> np.ndarray:
-        return np.array(np.broadcast_to(np.array(values, dtype), len(rows)))
-
-    return Draws(
-        spread(rows, np.int64),
-        spread(temperature, np.float32),
-        spread(top_k, np.int64),
-        spread(top_p, np.float32),
-        spread(min_p, np.float32),
-    )
 
 
 def native(
@@ -92,22 +67,6 @@ def kept(pool: ThreadPool, logits: list[float], **how: Any) -> list[int]:
     return expected.tolist()
 
 
-def near_border(logits: torch.Tensor, how: Draws, uniform: torch.Tensor) -> torch.Tensor:
-    """`[b]` bool: whether rounding could change what is drawn, by the reference's sums."""
-    probs = REFERENCE.probs(logits, *how).double()
-    cumulative = probs.cumsum(dim=1) / probs.sum(dim=1, keepdim=True)
-    near = ((cumulative - uniform.unsqueeze(1)).abs() < MARGIN).any(dim=1)
-    # The end of top_p: what the most likely tokens of those that top_k keeps have in sum.
-    unfiltered = how._replace(top_p=np.ones_like(how.top_p), min_p=np.zeros_like(how.min_p))
-    ordered = REFERENCE.probs(logits, *unfiltered).double().sort(dim=1, descending=True).values
-    reached = ordered.cumsum(dim=1) / ordered.sum(dim=1, keepdim=True)
-    top_p = torch.from_numpy(how.top_p).double().unsqueeze(1)
-    near |= ((reached - top_p).abs() < MARGIN).any(dim=1) & (top_p < 1).squeeze(1)
-    # The end of min_p, where nothing is added up.
-    fraction = ordered / ordered[:, :1] / torch.from_numpy(how.min_p).double().unsqueeze(1)
-    return near | ((fraction - 1).abs() < MARGIN).any(dim=1)
-
-
 # -- against the reference -----------------------------------------------------------------
 
 
@@ -118,17 +77,11 @@ def near_border(logits: torch.Tensor, how: Draws, uniform: torch.Tensor) -> torc
 def test_tokens_are_those_of_the_reference(
     pool: ThreadPool, vocab: int, size: int, most: int, seed: int
 ) -> None:
-    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
     spread = torch.linspace(1, 6, size).unsqueeze(1)
     # Filters that end anywhere, and most often where these do with a model's logits.
     logits = torch.randn(size, vocab, generator=generator) * spread
-    how = draws(
-        range(size),
-        temperature=rng.uniform(0.1, 2, size).tolist(),
-        top_k=np.where(rng.random(size) < 0.5, vocab, rng.integers(1, 2 + vocab, size)).tolist(),
-        top_p=np.where(rng.random(size) < 0.3, 1.0, rng.uniform(0.01, 1, size)).tolist(),
-        min_p=np.where(rng.random(size) < 0.5, 0.0, rng.random(size) ** 3).tolist(),
-    )
+    how = mixed_draws(size, vocab, seed)
     uniform = torch.rand(size, generator=generator, dtype=torch.float64)
     excluded = near_border(logits, how, uniform)
     assert int(excluded.sum()) <= most, "the margin hides too much"
@@ -326,8 +279,8 @@ def test_a_sampler_draws_as_the_reference_does(pool: ThreadPool) -> None:
         for i in range(size)
     ]
     rows = np.arange(size)
-    native = BatchDrawer(NativeDrawer(pool, vocab), CPU)
-    ours, theirs = (Sampler(vocab, CPU, tokens, "raw", drawer) for drawer in (native, None))
+    drawer = BatchDrawer(NativeDrawer(pool, vocab), CPU)
+    ours, theirs = (Sampler(vocab, CPU, tokens, "raw", choice) for choice in (drawer, None))
     distinct = set()
     for step in range(6):
         logits = torch.randn(size, vocab, generator=generator) * 3

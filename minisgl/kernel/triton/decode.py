@@ -4,9 +4,9 @@ A request's keys are cut into parts of equal length, so that a few long requests
 well as many short ones (Dao et al. 2023, "Flash-Decoding"). What the parts are is planned on the
 device once a step, for all layers:
 
-    seq_lens    700        130   300          part = 256
-    items       (0,0) (0,1) (0,2)  (1,0)  (2,0) (2,1)
-    first_item  0                  3      4             6
+    seq_lens    700                          130      300                  part = 256
+    items       0..256 256..512 512..700     0..130   0..256 256..300      unused: 0..0
+    first_item  0                            3        4                    6
 
 A request of one part is written at once; the others leave `(sum of p v / sum of p, log2 of the sum
 of 2^score)` for each part, which a second kernel combines. The query heads of a KV head are
@@ -21,13 +21,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .runtime import enter, pdl
+from .runtime import enter, num_sms, pdl
 
 __all__ = ["DecodeConfig", "DecodePlan", "decode_attention", "plan_decode"]
 
 _LOG2_E = 1.4426950408889634
 _MIN_PART = 64
 """Keys of the shortest part; longer ones are a multiple of it."""
+_PROGRAMS_PER_SM = 16
+"""Parts times KV heads for each multiprocessor: enough to balance the load, and few enough that
+starting and combining them costs little (docs/log.md)."""
 _COMBINED = 16
 """Parts that the combining kernel loads at once."""
 
@@ -35,10 +38,10 @@ _COMBINED = 16
 class DecodePlan(NamedTuple):
     """Who reads which keys; all tensors int32 on the device, written by `plan_decode`."""
 
-    counts: torch.Tensor
-    """`[2]`: number of items, keys in a part."""
     items: torch.Tensor
-    """`[max_parts + B, 2]`: place of the request in the batch, number of its part."""
+    """`[max_parts + B, 8]`: the request's place in the batch, its row of the page table, the first
+    key and the end of the part, whether it is the request's only one; the rest is unused. The
+    columns of an item share a line of the cache."""
     first_item: torch.Tensor
     """`[B + 1]`: a request's items are `first_item[b] .. first_item[b + 1]`."""
     max_parts: int
@@ -47,16 +50,22 @@ class DecodePlan(NamedTuple):
 
     @classmethod
     def empty(
-        cls, max_requests: int, max_parts: int, window: int | None, device: torch.device
+        cls,
+        max_requests: int,
+        num_kv_heads: int,
+        window: int | None,
+        device: torch.device,
+        *,
+        max_parts: int | None = None,
     ) -> DecodePlan:
         """Room for the plan of a step of up to `max_requests` requests."""
+        if max_parts is None:
+            max_parts = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), num_kv_heads)
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return cls(
-            ints(2), ints(max_parts + max_requests, 2), ints(max_requests + 1), max_parts, window
-        )
+        return cls(ints(max_parts + max_requests, 8), ints(max_requests + 1), max_parts, window)
 
 
 class DecodeConfig(NamedTuple):
@@ -67,16 +76,19 @@ class DecodeConfig(NamedTuple):
     num_stages: int = 3
 
 
-def plan_decode(seq_lens: torch.Tensor, num_decodes: torch.Tensor, plan: DecodePlan) -> None:
+def plan_decode(
+    rows: torch.Tensor, seq_lens: torch.Tensor, num_decodes: torch.Tensor, plan: DecodePlan
+) -> None:
     """Cut the keys of the first `num_decodes [1]` requests into parts; one small kernel.
 
-    `seq_lens [B]` int32 counts the keys of each request, its own token included.
+    `rows, seq_lens [B]` int32: each request's row of the page table, and its keys, its own token
+    included.
     """
     size = seq_lens.shape[0]
     _plan_kernel[(1,)](
+        rows,
         seq_lens,
         num_decodes,
-        plan.counts,
         plan.items,
         plan.first_item,
         size,
@@ -91,9 +103,9 @@ def plan_decode(seq_lens: torch.Tensor, num_decodes: torch.Tensor, plan: DecodeP
 
 @triton.jit(do_not_specialize=["size", "max_parts"])
 def _plan_kernel(
+    rows,
     seq_lens,
     num_decodes,
-    counts,
     items,
     first_item,
     size,
@@ -106,21 +118,30 @@ def _plan_kernel(
     enter(PDL)
     n = tl.load(num_decodes)
     b = tl.arange(0, SIZE)
-    keys = tl.load(seq_lens + b, mask=b < n, other=0)
+    length = tl.load(seq_lens + b, mask=b < n, other=0)
+    row = tl.load(rows + b, mask=b < n, other=0)
+    begin = length * 0
     if WINDOW > 0:
-        keys = tl.minimum(keys, WINDOW)
-    each = tl.cdiv(tl.sum(keys), max_parts)
-    part = tl.maximum(tl.cdiv(each, MIN_PART), 1) * MIN_PART
+        begin = tl.maximum(length - WINDOW, 0)
+    keys = length - begin
+    part = tl.cdiv(tl.sum(keys), max_parts)
+    part = tl.maximum(tl.cdiv(part, MIN_PART), 1) * MIN_PART
     parts = tl.cdiv(keys, part)
     ends = tl.cumsum(parts, 0)
-    tl.store(first_item + 1 + b, ends, mask=b < size)  # requests that don't decode have no items
     tl.store(first_item, 0)
-    tl.store(counts, tl.sum(parts))
-    tl.store(counts + 1, part)
-    begins = ends - parts
+    tl.store(first_item + 1 + b, ends, mask=b < size)  # requests that don't decode have no items
     for i in range(0, tl.max(parts, 0)):
-        tl.store(items + 2 * (begins + i), b, mask=i < parts)
-        tl.store(items + 2 * (begins + i) + 1, i, mask=i < parts)
+        item = items + 8 * (ends - parts + i)
+        mine = i < parts
+        tl.store(item, b, mask=mine)
+        tl.store(item + 1, row, mask=mine)
+        tl.store(item + 2, begin + i * part, mask=mine)
+        tl.store(item + 3, tl.minimum(begin + (i + 1) * part, length), mask=mine)
+        tl.store(item + 4, (parts == 1).to(tl.int32), mask=mine)
+    for first in range(tl.sum(parts), max_parts + size, SIZE):
+        unused = first + b < max_parts + size
+        tl.store(items + 8 * (first + b) + 2, 0, mask=unused)
+        tl.store(items + 8 * (first + b) + 3, 0, mask=unused)
 
 
 def decode_attention(
@@ -128,8 +149,6 @@ def decode_attention(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
     plan: DecodePlan,
     out: torch.Tensor,
     *,
@@ -139,8 +158,11 @@ def decode_attention(
     """Attention of one token for each request that decodes, over its pages, into `out`.
 
     `q [B, Hq, D]` (rows may be strided), `k_pages, v_pages [P, page_size, Hk, D]`, `page_table
-    [rows, max_pages]` int32, `rows, seq_lens [B]` int32, `out [B, Hq, D]`. How many of the B
-    requests there are, the plan says; rows of the others are left as they are.
+    [rows, max_pages]` int32, `out [B, Hq, D]`. How many of the B requests there are, the plan
+    says; rows of the others are left as they are.
+
+    The plan is read while the kernel launched just before this one may still run: so that one must
+    not be the plan's.
     """
     size, num_heads, head_dim = out.shape
     num_kv_heads = k_pages.shape[2]
@@ -160,11 +182,7 @@ def decode_attention(
         k_pages,
         v_pages,
         page_table,
-        rows,
-        seq_lens,
-        plan.counts,
         plan.items,
-        plan.first_item,
         out,
         parts,
         sums,
@@ -173,7 +191,6 @@ def decode_attention(
         k_pages.stride(1),
         k_pages.stride(2),
         page_table.stride(0),
-        WINDOW=plan.window or 0,
         PAGE_SIZE=k_pages.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -213,11 +230,7 @@ def _decode_kernel(
     k_pages,
     v_pages,
     page_table,
-    rows,
-    seq_lens,
-    counts,
     items,
-    first_item,
     out,
     parts,
     sums,
@@ -226,7 +239,6 @@ def _decode_kernel(
     slot_stride,
     head_stride,
     table_stride,
-    WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -240,19 +252,16 @@ def _decode_kernel(
     # Neighbouring programs take the heads of the same tokens, which are neighbours in memory.
     head = tl.program_id(0) % NUM_KV_HEADS
     item = tl.program_id(0) // NUM_KV_HEADS
+    # The plan was made many kernels ago: what it says is loaded while this one waits.
+    b = tl.load(items + 8 * item)
+    row = tl.load(items + 8 * item + 1)
+    start = tl.load(items + 8 * item + 2)
+    end = tl.load(items + 8 * item + 3)
+    alone = tl.load(items + 8 * item + 4)
     enter(PDL)
-    if item >= tl.load(counts):
+    if start >= end:
         return
-    part = tl.load(counts + 1)
-    b = tl.load(items + 2 * item)
-    index = tl.load(items + 2 * item + 1)
-    length = tl.load(seq_lens + b)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    start = first + index * part
-    end = tl.minimum(start + part, length)
-    table = page_table + tl.load(rows + b).to(tl.int64) * table_stride
+    table = page_table + row.to(tl.int64) * table_stride
 
     r = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_WIDTH)
@@ -284,8 +293,6 @@ def _decode_kernel(
         best = new_best
     acc = acc / total[:, None]
 
-    begin = tl.load(first_item + b)
-    alone = tl.load(first_item + b + 1) - begin == 1
     if alone:
         place = (b * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + d[None, :]
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=q_mask)
@@ -309,9 +316,9 @@ def _combine_kernel(
 ):
     b = tl.program_id(0)
     head = tl.program_id(1)
-    enter(PDL)
-    begin = tl.load(first_item + b)
+    begin = tl.load(first_item + b)  # of the plan, as above
     count = tl.load(first_item + b + 1) - begin
+    enter(PDL)
     if count <= 1:
         return
     i = tl.arange(0, PARTS)

@@ -17,9 +17,58 @@ import triton.language as tl
 from .prefill import PrefillPlan
 from .runtime import enter, pdl
 
-__all__ = ["fill_inputs", "plan_prefill", "scatter"]
+__all__ = ["fill_inputs", "plan_prefill", "receive", "scatter"]
 
 _BLOCK = 256
+
+
+def receive(
+    staged: torch.Tensor, numbers: torch.Tensor, page_table: torch.Tensor, num_writes: int
+) -> None:
+    """Fetch what the host wrote for a step: `numbers`, then `num_writes` changes of the page table.
+
+    `staged [>= n + 3 * num_writes]` int32 is pinned memory of the host, which the kernel reads over
+    the bus: a copy engine would take longer to start. It holds the new `numbers [n]` int32, then
+    rows, columns and pages of the changes, each place of `page_table` at most once.
+    """
+    size = numbers.shape[0]
+    copying = triton.cdiv(size, _BLOCK)
+    _receive_kernel[(copying + triton.cdiv(num_writes, _BLOCK),)](
+        staged,
+        numbers,
+        page_table,
+        size,
+        num_writes,
+        page_table.stride(0),
+        copying,
+        BLOCK=_BLOCK,
+        **pdl(numbers),
+    )
+
+
+@triton.jit(do_not_specialize=["size", "num_writes", "stride", "copying"])
+def _receive_kernel(
+    staged,
+    numbers,
+    page_table,
+    size,
+    num_writes,
+    stride,
+    copying,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    enter(PDL)
+    if tl.program_id(0) < copying:
+        tl.store(numbers + i, tl.load(staged + i, mask=i < size), mask=i < size)
+    else:
+        i -= copying * BLOCK
+        mask = i < num_writes
+        row = tl.load(staged + size + i, mask=mask, other=0).to(tl.int64)
+        column = tl.load(staged + size + num_writes + i, mask=mask, other=0)
+        page = tl.load(staged + size + 2 * num_writes + i, mask=mask, other=0)
+        tl.store(page_table + row * stride + column, page, mask=mask)
 
 
 def fill_inputs(
@@ -167,7 +216,10 @@ def scatter(
     )
 
 
-@triton.jit(do_not_specialize=["count", "stride"], do_not_specialize_on_alignment=["rows", "columns", "values"])
+@triton.jit(
+    do_not_specialize=["count", "stride"],
+    do_not_specialize_on_alignment=["rows", "columns", "values"],
+)
 def _scatter_kernel(
     table, rows, columns, values, count, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

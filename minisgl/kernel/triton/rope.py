@@ -110,6 +110,9 @@ def qk_norm_rope_store(
     most 256. Raises `ValueError` for other shapes, dtypes or strides; positions and slots are not
     checked. Semantics: `rmsnorm_inplace`, `apply_rope_inplace`, `store_kv` of `torch_ops`.
     Bytes moved: qkv read, and as much written: `2 * qkv.nbytes`, and T rows of the table.
+
+    `positions` and `out_loc` are read while the kernel launched just before this one may still
+    run: so that one must not be what writes them.
     """
     rotary = _check_table(cos_sin_cache, head_dim)
     tokens = _check_fused(qkv, k_cache, v_cache, num_qo_heads, num_kv_heads, head_dim)
@@ -347,10 +350,12 @@ def _fused_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    # Made by the step's first kernels, long ago: loaded while this kernel waits.
     table += tl.load(positions + token) * table_stride
+    slot = tl.load(out_loc + token)
+    enter(PDL)
     qkv += token * qkv_token
     Q_GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP
     if group < Q_GROUPS:
@@ -359,7 +364,6 @@ def _fused_kernel(
         held = head < Q_HEADS
         _rotate_heads(q, q, held, table, q_weight, eps, D, HALF, HALF_BLOCK, REST_BLOCK)
     else:
-        slot = tl.load(out_loc + token)
         head = (group - Q_GROUPS) * GROUP + tl.arange(0, GROUP)[:, None]
         held = head < K_HEADS
         column = tl.arange(0, D_BLOCK)[None, :]

@@ -174,7 +174,9 @@ def _choose_kernel(
     tops = tl.load(peaks + row * num_chunks + places, mask=inside, other=-INF)
     if heat > 0:
         parts = tl.load(sums + row * num_chunks + places, mask=inside, other=0.0)
-        uniform = _uniform(tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row))
+        uniform = _uniform(
+            tl.load(seeds + row), tl.load(positions + row).to(tl.int64), tl.load(choices + row)
+        )
         token = _drawn(
             logits,
             stride,
@@ -208,9 +210,9 @@ def choose_tokens(
 
     With `temperature [B]` float32 0 it is the lowest id of the largest logit. Else it is drawn as
     `sampling.sample_from_probs` does, by the random number of `sampling.philox_uniform` for
-    `seeds`, `positions`, `choices [B]` int64 (not read for greedy rows). `threshold [B]` float32
-    and `tie_end [B]` int32 are what `find_thresholds` returned, or None: nobody filters.
-    The row stride is free; the token of a row with a NaN is some valid id.
+    `seeds`, `positions`, `choices [B]` int64, positions also int32 (not read for greedy rows).
+    `threshold [B]` float32 and `tie_end [B]` int32 are what `find_thresholds` returned, or None:
+    nobody filters. The row stride is free; the token of a row with a NaN is some valid id.
     """
     check_logits(logits)
     size, vocab_size = logits.shape
@@ -219,7 +221,7 @@ def choose_tokens(
         logits.device,
         temperature=(temperature, torch.float32),
         seeds=(seeds, torch.int64),
-        positions=(positions, torch.int64),
+        positions=(positions, torch.int32 if positions.dtype == torch.int32 else torch.int64),
         choices=(choices, torch.int64),
     )
     if (threshold is None) != (tie_end is None):
