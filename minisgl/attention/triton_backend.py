@@ -31,7 +31,10 @@ __all__ = ["StepTables", "TritonBackend", "TritonMetadata"]
 
 
 class StepTables(NamedTuple):
-    """What the device is told of a step with room for B requests; int32, and all on the device."""
+    """What the device is told of a step of at most B requests; int32, and all on the device.
+
+    B is the same for every step: kernels are compiled for it.
+    """
 
     counts: torch.Tensor
     """`[3]`: requests that decode, all requests, tokens."""
@@ -89,22 +92,25 @@ class TritonBackend:
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
 
     def plan(
-        self, tables: StepTables, last: torch.Tensor, num_tokens: int, num_decodes: int
+        self,
+        tables: StepTables,
+        last: torch.Tensor,
+        num_tokens: int,
+        num_decodes: int,
+        *,
+        is_prefill: bool,
     ) -> TritonMetadata:
         """Plan a step of up to `num_tokens` tokens and `num_decodes` requests that decode.
 
+        Others only come if `is_prefill`, or if `num_decodes` is 0: then `counts[0]` must be, too.
         Launches kernels that read `tables`, and can be captured with the rest of the step.
-        `counts[0]` must be 0 if `num_decodes` is.
         """
-        size = tables.rows.shape[0]
         if num_decodes:
             for plan in self._decode.values():
-                plan_decode(
-                    tables.rows[:num_decodes], tables.seq_lens[:num_decodes], tables.counts, plan
-                )
+                plan_decode(tables.rows, tables.seq_lens, tables.counts, plan, num_decodes)
         prefill = None
-        if num_tokens > num_decodes:
-            most = div_ceil(num_tokens, self._block_tokens) + size
+        if is_prefill or not num_decodes:
+            most = div_ceil(num_tokens, self._block_tokens) + last.shape[0]
             items = torch.empty((most, 2), dtype=torch.int32, device=tables.rows.device)
             prefill = PrefillPlan(
                 items, self._num_items, tables.rows, tables.starts, tables.seq_lens

@@ -63,7 +63,7 @@ class _Buffers:
     def __init__(self, max_tokens: int, max_reqs: int, device: torch.device) -> None:
         # Each row at a multiple of 16 bytes: counts, five of requests, and those that sample.
         width = (max_reqs + 4) // 4 * 4
-        self._numbers = torch.zeros((7, width), dtype=torch.int32, device=device)
+        self._numbers = numbers = torch.zeros((7, width), dtype=torch.int32, device=device)
         size = self._numbers.numel() + 3 * _MAX_WRITES
         pinned = device.type == "cuda"
         self._staged = [
@@ -71,6 +71,13 @@ class _Buffers:
         ]
         self._fetched: list[torch.cuda.Event | None] = [None] * _STAGES
         self._turn = 0
+        self.tables = StepTables(
+            numbers[0],
+            numbers[1, :max_reqs],
+            numbers[2, :max_reqs],
+            numbers[3, :max_reqs],
+            numbers[4, : max_reqs + 1],
+        )
         self.tokens = torch.zeros((3, max_tokens), dtype=torch.int64, device=device)
         self.last = torch.zeros(max_reqs, dtype=torch.int64, device=device)
 
@@ -106,13 +113,6 @@ class _Buffers:
         if staged.is_pinned():
             self._fetched[turn] = event = event or torch.cuda.Event()
             event.record()
-
-    def tables(self, num_reqs: int) -> StepTables:
-        """What kernels read of a step with room for so many requests."""
-        counts, rows, cached, lens, starts, _, _ = self._numbers
-        return StepTables(
-            counts, rows[:num_reqs], cached[:num_reqs], lens[:num_reqs], starts[: num_reqs + 1]
-        )
 
     def sampled(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions of the tokens that the step samples: `[count]` int32 each."""
@@ -227,7 +227,7 @@ class CudaForward:
     def _compute(self, shape: Shape, sink: PromptLogitsSink | None = None) -> torch.Tensor:
         """Launch a step with room for `shape`: logits `[num_reqs, vocab]`."""
         buffers, (token_pool, page_table) = self._buffers, self._tables
-        tables = buffers.tables(shape.num_reqs)
+        tables = buffers.tables
         ids, positions, out_loc = buffers.tokens[:, : shape.num_tokens]
         last = buffers.last[: shape.num_reqs]
         with torch.inference_mode():
@@ -242,7 +242,9 @@ class CudaForward:
                 self._dummy_page,
                 (ids, positions, out_loc, last),
             )
-            metadata = self._backend.plan(tables, last, shape.num_tokens, shape.num_decodes)
+            metadata = self._backend.plan(
+                tables, last, shape.num_tokens, shape.num_decodes, is_prefill=shape.is_prefill
+            )
             inputs = _Inputs(
                 ids, positions, out_loc, metadata, shape.num_reqs, shape.is_prefill, sink
             )

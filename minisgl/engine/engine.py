@@ -117,7 +117,9 @@ class Engine:
         """Compute the batch and sample; `result()` of what is returned reads the tokens."""
         prompt = None
         if any(req.params.prompt_logprobs is not None for req in batch.reqs):
-            batch.prompt_logits = prompt = PromptLogprobs(batch, self._device)
+            prompt = PromptLogprobs(batch, self._device)
+            if prompt.rows.numel():
+                batch.prompt_logits = prompt
         sampling = np.flatnonzero(batch.samples)
         self._forward.run(batch, sampling)
         if not sampling.size:

@@ -77,14 +77,19 @@ class DecodeConfig(NamedTuple):
 
 
 def plan_decode(
-    rows: torch.Tensor, seq_lens: torch.Tensor, num_decodes: torch.Tensor, plan: DecodePlan
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decodes: torch.Tensor,
+    plan: DecodePlan,
+    places: int | None = None,
 ) -> None:
-    """Cut the keys of the first `num_decodes [1]` requests into parts; one small kernel.
+    """Cut the keys of the first `num_decodes [>= 1]` requests into parts; one small kernel.
 
     `rows, seq_lens [B]` int32: each request's row of the page table, and its keys, its own token
-    included.
+    included. `places` is the size of the attention that follows, at most B and B by default.
     """
-    size = seq_lens.shape[0]
+    most = seq_lens.shape[0]
+    size = most if places is None else places
     _plan_kernel[(1,)](
         rows,
         seq_lens,
@@ -94,9 +99,9 @@ def plan_decode(
         size,
         plan.max_parts,
         WINDOW=plan.window or 0,
-        SIZE=triton.next_power_of_2(size),
+        SIZE=triton.next_power_of_2(most),
         MIN_PART=_MIN_PART,
-        num_warps=8 if size > 128 else 4,
+        num_warps=8 if most > 128 else 4,
         **pdl(seq_lens),
     )
 
@@ -170,13 +175,17 @@ def decode_attention(
         raise ValueError(
             f"heads must be contiguous: q strides {q.stride()}, out strides {out.stride()}"
         )
+    if plan.items.shape[0] < plan.max_parts + size:
+        raise ValueError(f"{size} requests, and a plan with {plan.items.shape[0]} items")
+    if not q.dtype == k_pages.dtype == v_pages.dtype == out.dtype:
+        raise ValueError(f"q is {q.dtype}, keys {k_pages.dtype}, out {out.dtype}")
     if k_pages.shape != v_pages.shape or k_pages.stride() != v_pages.stride():
         raise ValueError(f"keys {tuple(k_pages.shape)} and values {tuple(v_pages.shape)} differ")
     config = config or _config(q.dtype, head_dim)
     num_items = plan.max_parts + size
     parts = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
-    head_width = triton.next_power_of_2(head_dim)
+    head_width = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_items * num_kv_heads,)](
         q,
         k_pages,
@@ -278,8 +287,8 @@ def _decode_kernel(
         key = block + tl.arange(0, BLOCK)
         valid = key < end
         page = tl.load(table + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-        at = (page * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
-        place = at[:, None] + within[None, :]
+        slot = page * PAGE_SIZE + key % PAGE_SIZE
+        place = (slot * slot_stride)[:, None] + within[None, :]
         mask = valid[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_pages + place, mask=mask, other=0)
         score = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * scale
@@ -294,12 +303,12 @@ def _decode_kernel(
     acc = acc / total[:, None]
 
     if alone:
-        place = (b * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + d[None, :]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=q_mask)
+        target = (b * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + d[None, :]
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
     else:
-        row = item * NUM_KV_HEADS * GROUP + heads
-        tl.store(parts + row[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
-        tl.store(sums + row, best + tl.log2(total), mask=r < GROUP)
+        at = item * NUM_KV_HEADS * GROUP + heads
+        tl.store(parts + at[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+        tl.store(sums + at, best + tl.log2(total), mask=r < GROUP)
 
 
 @triton.jit
