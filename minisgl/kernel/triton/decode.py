@@ -9,9 +9,9 @@ device once a step, for all layers:
     first_item  0                            3        4                    6
 
 A request of one part is written at once; the others leave `(sum of p v / sum of p, log2 of the sum
-of 2^score)` for each part. Whoever is the last of a request's programs to arrive combines them; in
-small batches, where a request has many parts, a second kernel does so in parallel. The query heads
-of a KV head are computed together, so that keys and values are read once.
+of 2^score)` for each part, which a second kernel combines (leaving that to the last program of a
+request was not faster). The query heads of a KV head are computed together, so that keys and values
+are read once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ __all__ = ["DecodeConfig", "DecodePlan", "decode_attention", "plan_decode"]
 _LOG2_E = 1.4426950408889634
 _MIN_PART = 64
 """Keys of the shortest part; longer ones are a multiple of it."""
-_PROGRAMS_PER_SM = 16
+_PROGRAMS_PER_SM = 24
 """Parts times KV heads for each multiprocessor: enough to balance the load, and few enough that
 starting and combining them costs little (docs/log.md)."""
 _COMBINED = 16
 """Parts that the combining kernel loads at once."""
-_MANY_REQUESTS = 24
-"""From this size of the batch on, a request has few parts, and its last program combines them."""
 
 
 class DecodePlan(NamedTuple):
@@ -47,8 +45,6 @@ class DecodePlan(NamedTuple):
     columns of an item share a line of the cache."""
     first_item: torch.Tensor
     """`[B + 1]`: a request's items are `first_item[b] .. first_item[b + 1]`."""
-    arrived: torch.Tensor
-    """`[B, Hk]`: how many of a request's parts are done; all 0 between launches."""
     max_parts: int
     """The keys of all requests are cut into at most this many parts, and one more for each."""
     window: int | None
@@ -73,7 +69,6 @@ class DecodePlan(NamedTuple):
         return cls(
             ints(max_parts + max_requests, 8),
             ints(max_requests + 1),
-            ints(max_requests, num_kv_heads),
             max_parts,
             window,
         )
@@ -84,7 +79,7 @@ class DecodeConfig(NamedTuple):
 
     block_keys: int = 64
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
 
 
 def plan_decode(
@@ -196,7 +191,6 @@ def decode_attention(
     num_items = plan.max_parts + size
     parts = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
-    combine = size >= _MANY_REQUESTS
     head_width = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_items * num_kv_heads,)](
         q,
@@ -204,8 +198,6 @@ def decode_attention(
         v_pages,
         page_table,
         plan.items,
-        plan.first_item,
-        plan.arrived,
         out,
         parts,
         sums,
@@ -221,15 +213,11 @@ def decode_attention(
         HEAD_DIM=head_dim,
         HEAD_WIDTH=head_width,
         BLOCK=config.block_keys,
-        COMBINE=combine,
-        LAST_ROWS=triton.next_power_of_2(num_heads // num_kv_heads),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl(q),
     )
-    if combine:
-        return
     _combine_kernel[(size, num_heads)](
         plan.first_item,
         parts,
@@ -258,8 +246,6 @@ def _decode_kernel(
     v_pages,
     page_table,
     items,
-    first_item,
-    arrived,
     out,
     parts,
     sums,
@@ -275,8 +261,6 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMBINE: tl.constexpr,
-    LAST_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -338,72 +322,6 @@ def _decode_kernel(
         at = item * NUM_KV_HEADS * GROUP + heads
         tl.store(parts + at[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
         tl.store(sums + at, best + tl.log2(total), mask=r < GROUP)
-        if COMBINE:
-            begin = tl.load(first_item + b)
-            count = tl.load(first_item + b + 1) - begin
-            tl.debug_barrier()  # the parts are stored before anyone is told
-            before = tl.atomic_add(arrived + b * NUM_KV_HEADS + head, 1, sem="acq_rel")
-            if before == count - 1:
-                tl.store(arrived + b * NUM_KV_HEADS + head, 0)
-                _combine_heads(
-                    parts,
-                    sums,
-                    out,
-                    b,
-                    begin,
-                    count,
-                    head * GROUP,
-                    NUM_KV_HEADS * GROUP,
-                    GROUP,
-                    LAST_ROWS,
-                    HEAD_DIM,
-                    HEAD_WIDTH,
-                )
-
-
-@triton.jit
-def _combine_heads(
-    parts,
-    sums,
-    out,
-    b,
-    begin,
-    count,
-    first_head,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-):
-    """Combine the parts of a request for the query heads of one KV head, two parts at a time."""
-    i = tl.arange(0, 2)[:, None]
-    r = tl.arange(0, ROWS)[None, :]
-    d = tl.arange(0, HEAD_WIDTH)[None, None, :]
-    best = tl.full([1, ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([1, ROWS], tl.float32)
-    acc = tl.zeros([1, ROWS, HEAD_WIDTH], tl.float32)
-    for first in range(0, count, 2):
-        mask = (first + i < count) & (r < GROUP)
-        at = (begin + first + i) * NUM_HEADS + first_head + r
-        # Not by way of this multiprocessor's own cache: others wrote them just now.
-        lse = tl.load(sums + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            parts + at[:, :, None] * HEAD_DIM + d,
-            mask=mask[:, :, None] & (d < HEAD_DIM),
-            other=0,
-            cache_modifier=".cg",
-        )
-        new_best = tl.maximum(best, tl.max(lse, 0, keep_dims=True))
-        known = tl.where(r < GROUP, new_best, 0)  # else -inf - -inf
-        weight = tl.exp2(lse - known)
-        shrink = tl.exp2(best - known)
-        acc = acc * shrink[:, :, None] + tl.sum(values * weight[:, :, None], 0, keep_dims=True)
-        total = total * shrink + tl.sum(weight, 0, keep_dims=True)
-        best = new_best
-    place = (b * NUM_HEADS + first_head + r)[:, :, None] * HEAD_DIM + d
-    result = (acc / tl.where(r < GROUP, total, 1)[:, :, None]).to(out.dtype.element_ty)
-    tl.store(out + place, result, mask=(r < GROUP)[:, :, None] & (d < HEAD_DIM))
 
 
 @triton.jit

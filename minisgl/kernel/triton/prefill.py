@@ -56,11 +56,12 @@ class Tiles(NamedTuple):
 
 
 _TILES = {  # by padded head size
-    64: Tiles(128, 8, 3),
-    128: Tiles(128, 8, 3),
+    64: Tiles(64, 4, 3),
+    128: Tiles(64, 4, 3),
     256: Tiles(64, 8, 3),
 }
-"""For 16 bits a number, where a program may have `_MUCH_SHARED` or more."""
+"""For 16 bits a number, where a program may have `_MUCH_SHARED` or more; 128 is measured on an H200
+(docs/log.md)."""
 
 _SMALL_TILES = {
     64: Tiles(64, 8, 3),
