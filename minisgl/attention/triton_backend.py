@@ -84,7 +84,9 @@ class TritonBackend:
         self._windows = tuple(windows)
         shape, device = pool.shape, page_table.device
         self._scale = shape.head_dim**-0.5
-        self._block_tokens = block_tokens(heads, shape.num_kv_heads, shape.head_dim)
+        self._block_tokens = block_tokens(
+            heads, shape.num_kv_heads, shape.head_dim, pool.data.dtype
+        )
         self._decode = {
             window: DecodePlan.empty(max_requests, shape.num_kv_heads, window, device)
             for window in dict.fromkeys(windows)

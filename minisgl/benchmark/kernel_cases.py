@@ -220,7 +220,7 @@ def _prefill_attention(draw: Draw, count: int, length: int) -> Work:
     keys = draw.paged([length] * count)
     q = draw.normal(count * length, heads, head_dim)
     out = torch.empty_like(q)
-    step = block_tokens(heads, model.num_kv_heads, head_dim)
+    step = block_tokens(heads, model.num_kv_heads, head_dim, draw.dtype)
     items = [(b, start) for b in range(count) for start in range(0, length, step)]
     starts = draw.int32(range(0, count * length + 1, length))
     plan = PrefillPlan(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import platform
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +22,8 @@ from minisgl.core import Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
-from minisgl.scheduler import Scheduler
+from minisgl.scheduler import Scheduler, StepRecorder
+from minisgl.server.trace import TraceWriter
 
 from .limits import read_bandwidth
 from .timing import percentiles
@@ -34,6 +37,7 @@ __all__ = [
     "machine_figures",
     "median_run",
     "run_jobs",
+    "traced",
     "weights_read_bytes",
 ]
 
@@ -52,8 +56,28 @@ class Runner(Protocol):
     def max_model_len(self) -> int: ...
 
 
+@contextmanager
+def traced(runner: Runner, trace: TraceWriter | None) -> Iterator[None]:
+    """Draw the steps that the runner computes meanwhile, if there is a trace to draw them in."""
+    if trace is None:
+        yield
+        return
+    recorder = runner.scheduler.recorder = StepRecorder.of(runner.engine)
+    try:
+        yield
+    finally:
+        for step in recorder.take():
+            trace.on_step(step)
+
+
 def bench_offline(
-    model: str, config: EngineConfig, *, workloads: list[str], repeats: int, compare: bool
+    model: str,
+    config: EngineConfig,
+    *,
+    workloads: list[str],
+    repeats: int,
+    compare: bool,
+    trace: TraceWriter | None = None,
 ) -> dict[str, Any]:
     """Run each workload `repeats` times after a warm-up; figures are of the median run.
 
@@ -62,7 +86,7 @@ def bench_offline(
     """
     if repeats < 1:
         raise ConfigError(f"--repeats = {repeats} must be at least 1")
-    with LLM(model, **vars(config)) as llm:
+    with LLM(model, **vars(config)) as llm, traced(llm, trace):
         engine = llm.engine
         other = None
         if compare:

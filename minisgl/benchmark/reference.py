@@ -29,6 +29,7 @@ from minisgl.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.models import ModelConfig, load_model_info
 from minisgl.scheduler import Scheduler, build_scheduler
+from minisgl.server.trace import TraceWriter
 
 from .limits import (
     Ceilings,
@@ -38,7 +39,7 @@ from .limits import (
     step_weights,
     token_flops,
 )
-from .offline import machine_figures, run_jobs
+from .offline import machine_figures, run_jobs, traced
 from .shapes import write_shape
 from .workloads import MAX_REFERENCE_REQUESTS, Job, reference_workload
 
@@ -72,12 +73,17 @@ class _Loaded(NamedTuple):
 
 
 def bench_shape(
-    shape: str, config: EngineConfig, *, num_requests: int, repeats: int
+    shape: str,
+    config: EngineConfig,
+    *,
+    num_requests: int,
+    repeats: int,
+    trace: TraceWriter | None = None,
 ) -> dict[str, Any]:
     """Run the first `num_requests` of the workload `repeats` times after a warm-up.
 
-    With `config.deterministic`, an engine without it runs the same afterwards. Raises
-    `ConfigError` for numbers out of range and for a context too short.
+    With `config.deterministic`, an engine without it runs the same afterwards, which isn't
+    traced. Raises `ConfigError` for numbers out of range and for a context too short.
     """
     if repeats < 1:
         raise ConfigError(f"--repeats = {repeats} must be at least 1")
@@ -85,7 +91,7 @@ def bench_shape(
         raise ConfigError(f"--requests = {num_requests} must be 1 to {MAX_REFERENCE_REQUESTS}")
     config = _with_defaults(config)
     jobs = reference_workload(num_requests)
-    found = _measure(shape, config, jobs, repeats)
+    found = _measure(shape, config, jobs, repeats, trace)
     if config.deterministic:
         other = _measure(shape, replace(config, deterministic=False), jobs, repeats)
         found["not_deterministic"] = other["runs"]
@@ -128,14 +134,21 @@ def _with_defaults(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _measure(shape: str, config: EngineConfig, jobs: list[Job], repeats: int) -> dict[str, Any]:
+def _measure(
+    shape: str,
+    config: EngineConfig,
+    jobs: list[Job],
+    repeats: int,
+    trace: TraceWriter | None = None,
+) -> dict[str, Any]:
     """One engine: its figures, and those of each run."""
     with tempfile.TemporaryDirectory() as folder:
         write_shape(shape, Path(folder))
         built = build_scheduler(folder, load_model_info(folder), config)
     loaded = _Loaded(built.scheduler, built.engine, built.engine.plan.max_model_len)
     try:
-        return _figures(shape, loaded, jobs, repeats)
+        with traced(loaded, trace):
+            return _figures(shape, loaded, jobs, repeats)
     finally:
         built.engine.close()
         del built, loaded

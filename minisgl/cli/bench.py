@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from minisgl.benchmark.shapes import SHAPES
 from minisgl.config import EngineConfig
@@ -13,6 +14,9 @@ from minisgl.errors import ConfigError
 
 from .bench_serve import add_serve
 from .flags import add_flags, from_flags
+
+if TYPE_CHECKING:
+    from minisgl.server.trace import TraceWriter
 
 __all__ = ["add_parser"]
 
@@ -79,6 +83,11 @@ def _add_offline(kinds: Any, common: argparse.ArgumentParser) -> None:
         choices=("transformers",),
         help="run the same prompts on this library too, in turn",
     )
+    parser.add_argument(
+        "--trace-file",
+        metavar="FILE",
+        help="write a Chrome trace of all steps, on host and device (open it in Perfetto)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
     add_flags(parser, EngineConfig, "engine")
     parser.set_defaults(run=run_offline)
@@ -144,6 +153,8 @@ def run_offline(arguments: argparse.Namespace) -> None:
         raise ConfigError("--requests is for --shape: the other workloads have their own number")
     if arguments.suite is not None and (arguments.workload or arguments.compare):
         raise ConfigError("--suite has workloads of its own: it takes no --workload or --compare")
+    if arguments.suite is not None and arguments.trace_file is not None:
+        raise ConfigError("--suite takes no --trace-file: trace one of its workloads instead")
 
     from minisgl.benchmark import report
     from minisgl.benchmark.offline import bench_offline
@@ -155,13 +166,15 @@ def run_offline(arguments: argparse.Namespace) -> None:
         results = bench_cpu_suite(model, config, repeats=repeats)
         show = report.print_suite_table
     else:
-        results = bench_offline(
-            model,
-            config,
-            workloads=arguments.workload or ["single", "batch"],
-            repeats=repeats,
-            compare=arguments.compare is not None,
-        )
+        with _open_trace(arguments) as trace:
+            results = bench_offline(
+                model,
+                config,
+                workloads=arguments.workload or ["single", "batch"],
+                repeats=repeats,
+                compare=arguments.compare is not None,
+                trace=trace,
+            )
         show = report.print_table
     _show(arguments, results, show)
 
@@ -178,13 +191,24 @@ def _run_shape(arguments: argparse.Namespace, config: EngineConfig) -> None:
     from minisgl.benchmark.workloads import MAX_REFERENCE_REQUESTS
 
     requests, repeats = arguments.requests, arguments.repeats
-    results = bench_shape(
-        arguments.shape,
-        config,
-        num_requests=MAX_REFERENCE_REQUESTS if requests is None else requests,
-        repeats=2 if repeats is None else repeats,
-    )
+    with _open_trace(arguments) as trace:
+        results = bench_shape(
+            arguments.shape,
+            config,
+            num_requests=MAX_REFERENCE_REQUESTS if requests is None else requests,
+            repeats=2 if repeats is None else repeats,
+            trace=trace,
+        )
     _show(arguments, results, print_shape_table)
+
+
+def _open_trace(arguments: argparse.Namespace) -> AbstractContextManager[TraceWriter | None]:
+    """The trace that was asked for; one that can't be written is known before a model is loaded."""
+    if arguments.trace_file is None:
+        return nullcontext()
+    from minisgl.server.trace import TraceWriter
+
+    return closing(TraceWriter(arguments.trace_file))
 
 
 def run_kernel(arguments: argparse.Namespace) -> int:

@@ -135,6 +135,12 @@ class Engine:
         self._forward.write(self._token_pool, *places, sampled.tokens)
         return _Step(batch.size, sampling.tolist(), sampled, prompt)
 
+    @property
+    def num_replayed(self) -> int:
+        """How many steps so far replayed a CUDA graph."""
+        count: int = getattr(self._forward, "num_replayed", 0)  # of a forward that has graphs
+        return count
+
     def close(self) -> None:
         """Give the memory of model, pool and tables back."""
         clear_rope_cache()

@@ -27,6 +27,7 @@ __all__ = [
     "SequenceDelta",
     "StartFailed",
     "StepDone",
+    "StepTrace",
     "Submit",
     "TextReady",
     "ToFront",
@@ -182,11 +183,39 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
         return self.num_prefill_tokens + self.num_decode_tokens
 
 
+class StepTrace(msgspec.Struct, array_like=True, frozen=True):
+    """What a step computed, and when; times are of the system's monotonic clock.
+
+    The host does one thing after another, plans, launches and reads; with overlap it reads the step
+    before in between.
+    """
+
+    number: int
+    """From 1."""
+    num_reqs: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    is_replayed: bool
+    """By a CUDA graph."""
+    plan_s: float
+    launch_s: float
+    """Planned, the launch begins."""
+    launched_s: float
+    device_s: float
+    """The device begins; on a CPU with the launch."""
+    device_end_s: float
+    read_s: float
+    """The host begins to wait for the result."""
+    read_end_s: float
+
+
 class StepDone(_Message):
     """What a step did to the sequences of one text worker."""
 
     updates: list[TokenUpdate]
     stats: EngineStats
+    steps: list[StepTrace] = []
+    """Those whose results were read meanwhile, each told to one worker, if they are traced."""
 
 
 class Flushed(_Message):
@@ -269,6 +298,8 @@ class Deltas(_Message):
 
     deltas: list[SequenceDelta]
     stats: EngineStats
+    steps: list[StepTrace] = []
+    """Those of `StepDone`."""
 
 
 class TextReady(_Message):

@@ -29,6 +29,7 @@ from minisgl.utils.logger import get_logger
 
 from .planner import Limits, Plan, Planner, Stats
 from .queue import WaitingQueue
+from .recorder import StepRecorder
 from .running import RunningSet
 
 __all__ = ["FinishReason", "Scheduler", "Update"]
@@ -78,6 +79,8 @@ class Scheduler:
         self._queue = WaitingQueue(policy)
         self._running = RunningSet(cache, limits.max_running_requests)
         self.stats = Stats()
+        self.recorder: StepRecorder | None = None
+        """Is told when each step begins and ends, where one is set."""
         self._planner = Planner(self._running, self._queue, limits, self.stats)
         self._most_ahead = 1 if overlap else 0
         self._in_flight: deque[_Launched] = deque()
@@ -189,6 +192,8 @@ class Scheduler:
     def _step(self) -> None:
         while self._in_flight and self._planner.must_settle():
             self._settle()
+        if self.recorder is not None:
+            self.recorder.planning()
         plan = self._planner.plan(self.stats.num_steps)
         if plan.reqs:
             self._launch(plan)
@@ -206,9 +211,14 @@ class Scheduler:
     # -- launching -------------------------------------------------------------------------
 
     def _launch(self, plan: Plan) -> None:
+        recorder = self.recorder
         try:
+            if recorder is not None:
+                recorder.launching()
             self._running.attach_to(self._executor)
             pending = self._executor.launch(Batch(plan.reqs))
+            if recorder is not None:
+                pending = recorder.launched(self.stats.num_steps + 1, plan, pending)
         except Exception:
             self._num_failed_launches += 1
             if self._num_failed_launches >= MAX_FAILED_LAUNCHES:

@@ -39,6 +39,7 @@ from minisgl.utils.logger import configure_logging, get_logger
 from minisgl.utils.mp import Receiver, Sender, exit_with_parent, freeze_heap, read_spec
 
 from .build import Built, build_scheduler
+from .recorder import StepRecorder
 from .scheduler import Scheduler, Update
 
 __all__ = ["SchedulerWorker", "WorkerSpec", "main"]
@@ -63,6 +64,8 @@ class WorkerSpec(msgspec.Struct):
     """Where the `StepDone` of each text worker go."""
     log_level: str = "WARNING"
     log_format: str = "text"
+    trace_steps: bool = False
+    """Tell when each step was computed."""
 
 
 class _Live:
@@ -137,6 +140,7 @@ class SchedulerWorker:
 
     def _deliver(self, updates: list[Update], stats: EngineStats) -> None:
         """Send each text worker its part; the first one gets the stats in any case."""
+        recorder = self._scheduler.recorder
         parts: list[list[TokenUpdate]] = [[] for _ in self._routes]
         for update in updates:
             live = self._live[update.uid]
@@ -145,7 +149,8 @@ class SchedulerWorker:
                 del self._live[update.uid]
         for index, part in enumerate(parts):
             if part or index == 0:
-                self._routes[index].send(StepDone(part, stats))
+                steps = recorder.take() if recorder is not None and index == 0 else []
+                self._routes[index].send(StepDone(part, stats, steps))
 
     def _message(self, update: Update, live: _Live, now: float) -> TokenUpdate:
         req, start = live.req, None
@@ -210,6 +215,8 @@ def main() -> int:
         front.close()
         return 2 if isinstance(error, MinisglError) else 1
     routes: list[Sender[FromScheduler]] = [Sender(address) for address in spec.routes]
+    if spec.trace_steps:
+        built.scheduler.recorder = StepRecorder.of(built.engine)
     freeze_heap()
     front.send(_ready(built))
     SchedulerWorker(built.scheduler, receiver, front, routes).run()

@@ -61,7 +61,7 @@ class AsyncEngine:
     `model` and the keyword arguments that are not named here are those of `LLM`.
     `tokenizer_workers` processes do the text work, 0 leaves it to threads; a chat template may
     take `template_timeout` seconds of CPU time; `max_queued_requests` sequences may wait beyond
-    those that may run.
+    those that may run. With `trace_steps`, observers are told when each step was computed.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class AsyncEngine:
         template_timeout: float = 2.0,
         max_queued_requests: int = 1024,
         log_format: str = "text",
+        trace_steps: bool = False,
         **config: Any,
     ) -> None:
         self.model = os.fspath(model)
@@ -86,7 +87,7 @@ class AsyncEngine:
         """Set when a process died; `error` says which."""
         self.num_live = 0
         """Sequences submitted that have not ended."""
-        self._options = ProcessOptions(tokenizer_workers, template_timeout, log_format)
+        self._options = ProcessOptions(tokenizer_workers, template_timeout, log_format, trace_steps)
         self._max_queued = max_queued_requests
         self._builder: RequestBuilder
         self._admission: Admission
@@ -356,6 +357,8 @@ class AsyncEngine:
         if self.stats is None or stats.time_s > self.stats.time_s:
             self.stats = stats
             self._tell("on_stats", stats)
+        for step in message.steps:
+            self._tell("on_step", step)
 
     def _forget(self, generation: Generation, delta: SequenceDelta) -> None:
         del self._generations[delta.uid]

@@ -60,7 +60,8 @@ class ServerConfig:
     log_requests: bool = option(False, "log a line for each request")
     log_format: str = option("text", "form of log lines", choices=("text", "json"))
     trace_file: str | None = option(
-        None, "write a Chrome trace of requests and steps (open it in Perfetto)"
+        None,
+        "write a Chrome trace of steps, on host and device, and requests (open it in Perfetto)",
     )
 
     def __post_init__(self) -> None:

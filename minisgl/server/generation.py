@@ -10,7 +10,7 @@ from types import TracebackType
 from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import RequestFailedError
 from minisgl.llm.outputs import CompletionOutput, RequestOutput
-from minisgl.message import EngineStats, RequestStart, SequenceDelta
+from minisgl.message import EngineStats, RequestStart, SequenceDelta, StepTrace
 
 __all__ = ["Generation", "Observer"]
 
@@ -32,6 +32,9 @@ class Observer:
 
     def on_stats(self, stats: EngineStats) -> None:
         """A step was done."""
+
+    def on_step(self, step: StepTrace) -> None:
+        """The result of a step was read; told only by an engine with `trace_steps`."""
 
 
 class Generation:

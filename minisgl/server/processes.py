@@ -42,6 +42,7 @@ class ProcessOptions(NamedTuple):
     tokenizer_workers: int
     template_timeout: float
     log_format: str
+    trace_steps: bool
 
 
 class Processes:
@@ -90,7 +91,7 @@ class Processes:
         self._specs: list[tuple[str, Any]] = [
             (
                 "minisgl.scheduler.worker",
-                WorkerSpec(folder, config, scheduler, front, routes, *log),
+                WorkerSpec(folder, config, scheduler, front, routes, *log, options.trace_steps),
             )
         ]
         for i in range(options.tokenizer_workers):

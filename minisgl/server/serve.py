@@ -79,6 +79,7 @@ class _Server:
             template_timeout=options.template_timeout,
             max_queued_requests=options.max_queued_requests,
             log_format=options.log_format,
+            trace_steps=trace is not None,
             **vars(self._config),
         )
         name = options.served_model_name or self._model

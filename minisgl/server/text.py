@@ -194,7 +194,7 @@ class ThreadText:
 
     def on_step(self, message: StepDone) -> Deltas:
         """A step as text, in the event loop: a few microseconds a token."""
-        return Deltas(self._tracker.push(message.updates), message.stats)
+        return Deltas(self._tracker.push(message.updates), message.stats, message.steps)
 
     def fail(self, error: EngineDeadError) -> None:
         """See `TextSide`: the threads are there and answer."""

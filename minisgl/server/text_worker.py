@@ -70,7 +70,7 @@ class _TextWorker:
         """Do what one message asks for."""
         if isinstance(message, StepDone):
             deltas = self._tracker.push(message.updates)
-            self._front.send(Deltas(deltas, message.stats))
+            self._front.send(Deltas(deltas, message.stats, message.steps))
         elif isinstance(message, Submit):
             self._tracker.open(message)
             self._scheduler.send(message)

@@ -1,9 +1,10 @@
 """A Chrome trace of steps and requests, to be opened in Perfetto (ui.perfetto.dev).
 
-    steps    |step|step|step|step|step|step|
-    lane 1   |cmpl-1 .....................|      each request's sequence on a lane of its own,
-             |queue|prefill|decode........|      which the next one takes over when it ends
-    lane 2          |cmpl-2 ....|
+    host     |plan 2|launch 2|read 1|plan 3|launch 3|read 2|      what the scheduler does
+    device   |step 1 ...............|step 2 ...............|      what it overlaps with
+    lane 1   |cmpl-1 ......................................|      each request's sequence on a lane
+             |queue|prefill|decode.........................|      of its own, which the next one
+    lane 2          |cmpl-2 ....|                                 takes over when it ends
 
 The file is a JSON array of events, written as they come; times are microseconds of the
 monotonic clock. Viewers also read it without its closing bracket, as a crash would leave it.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from minisgl.errors import ConfigError
-from minisgl.message import EngineStats, RequestStart, SequenceDelta
+from minisgl.message import RequestStart, SequenceDelta, StepTrace
 from minisgl.utils.logger import get_logger
 
 from .generation import Generation, Observer
@@ -28,8 +29,8 @@ __all__ = ["TraceWriter"]
 logger = get_logger(__name__)
 
 _PROCESS = 1
-_STEPS = 0
-"""The thread id of the steps; lanes count from 1."""
+_HOST, _DEVICE = 0, 1
+"""Thread ids; that of lane n is n + 1."""
 _FLUSH_S = 1.0
 
 
@@ -62,9 +63,9 @@ class TraceWriter(Observer):
         self._sequences: dict[int, _Sequence] = {}  # by uid
         self._free_lanes: list[int] = []  # a heap, so that the picture stays low
         self._num_lanes = 0
-        self._last: EngineStats | None = None
-        self._name("process_name", _STEPS, "minisgl")
-        self._name("thread_name", _STEPS, "steps")
+        self._name("process_name", _HOST, "minisgl")
+        self._name("thread_name", _HOST, "host")
+        self._name("thread_name", _DEVICE, "device")
 
     def close(self) -> None:
         """Complete the file: sequences that have not ended are left out. May be called twice."""
@@ -99,17 +100,18 @@ class TraceWriter(Observer):
             if uid in self._sequences:
                 self._draw(generation, uid, reason or "abort", time.monotonic())
 
-    def on_stats(self, stats: EngineStats) -> None:
-        """Draw a step."""
-        last, self._last = self._last, stats
+    def on_step(self, step: StepTrace) -> None:
+        """Draw a step, what the host did for it and what the device did."""
+        self._span(f"plan {step.number}", _HOST, step.plan_s, step.launch_s)
+        self._span(f"launch {step.number}", _HOST, step.launch_s, step.launched_s)
+        self._span(f"read {step.number}", _HOST, step.read_s, step.read_end_s)
         args = {
-            "tokens": stats.num_computed_tokens - (last.num_computed_tokens if last else 0),
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
+            "requests": step.num_reqs,
+            "decode_tokens": step.num_decode_tokens,
+            "prefill_tokens": step.num_prefill_tokens,
+            "cuda_graph": step.is_replayed,
         }
-        self._span(
-            f"step {stats.num_steps}", _STEPS, stats.time_s - stats.step_s, stats.time_s, args
-        )
+        self._span(f"step {step.number}", _DEVICE, step.device_s, step.device_end_s, args)
 
     # -- drawing ---------------------------------------------------------------------------
 
@@ -137,8 +139,9 @@ class TraceWriter(Observer):
         if self._free_lanes:
             return heapq.heappop(self._free_lanes)
         self._num_lanes += 1
-        self._name("thread_name", self._num_lanes, f"lane {self._num_lanes}")
-        return self._num_lanes
+        thread = _DEVICE + self._num_lanes
+        self._name("thread_name", thread, f"lane {self._num_lanes}")
+        return thread
 
     def _name(self, what: str, thread: int, name: str) -> None:
         """Write the name of the process, or of a thread."""

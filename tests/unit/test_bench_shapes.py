@@ -168,7 +168,9 @@ def test_runs_stand_beside_the_limit(short: None, capsys: pytest.CaptureFixture[
 def test_the_engine_is_configured_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineConfig] = []
 
-    def measure(shape: str, config: EngineConfig, jobs: list[Job], repeats: int) -> dict[str, Any]:
+    def measure(
+        shape: str, config: EngineConfig, jobs: list[Job], repeats: int, trace: None = None
+    ) -> dict[str, Any]:
         given.append(config)
         speed = 90.0 if config.deterministic else 100.0
         return {"runs": [{**RUN, "output_tok_s": 1.0}, {**RUN, "output_tok_s": speed}]}

@@ -21,16 +21,9 @@ import triton.language as tl
 
 from .runtime import INTERPRETED, enter, num_sms, pdl
 
-__all__ = [
-    "Tile",
-    "check_product",
-    "dot_rows",
-    "invariant_linear",
-    "prefetch_rows",
-]
+__all__ = ["invariant_linear"]
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_PREFETCH_STEP = tl.constexpr(64)  # bytes that one prefetch is taken to bring
 
 
 class Tile(NamedTuple):
@@ -66,7 +59,7 @@ def invariant_linear(
     float32, float16 and bfloat16; returns `[T, N]`, rounded once from a float32 sum.
     Raises `ValueError` otherwise. Semantics: `torch.nn.functional.linear`.
     """
-    check_product(x, weight, bias)
+    _check(x, weight, bias)
     rows, size = x.shape
     columns = weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
@@ -94,8 +87,7 @@ def invariant_linear(
     return out
 
 
-def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """What every product needs: `x [T, K]`, `weight [N, K]`, `bias [N]`, or `ValueError`."""
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             "x must be [T, K] and weight [N, K]: "
@@ -143,50 +135,6 @@ def _load_step(pointers, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
     return values.to(tl.float32) if _INTERPRETED else values
 
 
-@triton.jit
-def dot_rows(
-    x_rows,
-    w_rows,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """Float32 products `[BLOCK_M, BLOCK_N]` of rows of x and of the weight, each K long.
-
-    Both are pointers to the rows' beginnings, `[BLOCK_M, 1]` and `[BLOCK_N, 1]`.
-    """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = _load_step(x_rows, k, K, BLOCK_K, EVEN_K)
-        w = _load_step(w_rows, k, K, BLOCK_K, EVEN_K)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def prefetch_rows(rows, wanted, COUNT: tl.constexpr, PREFETCH: tl.constexpr):
-    """Ask for the first PREFETCH bytes of COUNT rows to be brought to the L2 cache, if `wanted`.
-
-    `rows [COUNT, 1]` are pointers to their beginnings; PREFETCH is a multiple of 1,024, or 0.
-    Nothing is waited for.
-    """
-    if PREFETCH:
-        # Not the bulk form: the threads of a warp would issue it one after another.
-        step = tl.arange(0, 1024 // _PREFETCH_STEP)[None, :] * _PREFETCH_STEP
-        if wanted:
-            for start in tl.static_range(0, PREFETCH, 1024):
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                    "=r,l",
-                    [tl.broadcast_to(rows.to(tl.int64) + (start + step), COUNT, step.shape[1])],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
-
-
 @triton.jit(do_not_specialize=["T"])
 def _invariant_kernel(
     x,
@@ -217,7 +165,11 @@ def _invariant_kernel(
     # Rows beyond the last are computed as copies of it, and not stored: loads need no mask.
     x_rows = x + tl.minimum(row, T - 1).to(tl.int64) * x_stride
     w_rows = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
-    acc = dot_rows(x_rows, w_rows, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_step = _load_step(x_rows, k, K, BLOCK_K, EVEN_K)
+        w_step = _load_step(w_rows, k, K, BLOCK_K, EVEN_K)
+        acc = tl.dot(x_step, tl.trans(w_step), acc, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + tl.minimum(column, N - 1)).to(tl.float32)[None, :]
     mask = (row < T) & (column < N)[None, :]

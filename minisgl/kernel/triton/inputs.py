@@ -20,6 +20,7 @@ from .runtime import enter, pdl
 __all__ = ["fill_inputs", "plan_prefill", "receive", "scatter"]
 
 _BLOCK = 256
+_INT32, _INT64 = (torch.int32,), (torch.int64,)
 
 
 def receive(
@@ -30,8 +31,11 @@ def receive(
     `staged [>= n + 3 * num_writes]` int32 is pinned memory of the host, which the kernel reads over
     the bus: a copy engine would take longer to start. It holds the new `numbers [n]` int32, then
     rows, columns and pages of the changes, each place of `page_table` at most once.
+    Raises `ValueError` for another dtype or layout, as all functions here do.
     """
     size = numbers.shape[0]
+    _check(_INT32, size + 3 * num_writes, staged=staged)
+    _check(_INT32, 1, numbers=numbers, page_table=page_table)
     copying = triton.cdiv(size, _BLOCK)
     _receive_kernel[(copying + triton.cdiv(num_writes, _BLOCK),)](
         staged,
@@ -91,6 +95,12 @@ def fill_inputs(
     """
     input_ids, positions, out_loc, last = out
     num_tokens, num_reqs = input_ids.shape[0], last.shape[0]
+    _check(_INT32, 3, counts=counts)
+    _check(_INT32, rows.shape[0], rows=rows, cached_lens=cached_lens)
+    _check(_INT32, rows.shape[0] + 1, starts=starts)
+    _check(_INT32, 1, token_pool=token_pool, page_table=page_table)
+    _check(_INT64, num_tokens, input_ids=input_ids, positions=positions, out_loc=out_loc)
+    _check(_INT64, num_reqs, last=last)
     _inputs_kernel[(triton.cdiv(max(num_tokens, num_reqs), _BLOCK),)](
         counts,
         rows,
@@ -170,6 +180,9 @@ def plan_prefill(counts: torch.Tensor, plan: PrefillPlan, block_tokens: int) -> 
     `counts [>= 3]` int32 as for `fill_inputs`: the requests from the first that does not decode.
     """
     size = plan.rows.shape[0]
+    _check(_INT32, 3, counts=counts)
+    _check(_INT32, size + 1, starts=plan.starts)
+    _check(_INT32, 1, num_items=plan.num_items, items=plan.items.view(-1))
     _plan_kernel[(1,)](
         counts,
         plan.starts,
@@ -211,6 +224,8 @@ def scatter(
 ) -> None:
     """`table[rows[i], columns[i]] = values[i]` for integer tensors `[n]`; in one launch."""
     count = values.shape[0]
+    _check(_INT32 + _INT64, 1, table=table)
+    _check(_INT32 + _INT64, count, rows=rows, columns=columns, values=values)
     _scatter_kernel[(triton.cdiv(count, _BLOCK),)](
         table, rows, columns, values, count, table.stride(0), BLOCK=_BLOCK, **pdl(table)
     )
@@ -230,3 +245,14 @@ def _scatter_kernel(
     column = tl.load(columns + i, mask=mask, other=0)
     value = tl.load(values + i, mask=mask, other=0)
     tl.store(table + row * stride + column, value.to(table.dtype.element_ty), mask=mask)
+
+
+def _check(dtypes: tuple[torch.dtype, ...], size: int, **tensors: torch.Tensor) -> None:
+    """The last dimension must be contiguous, of `size` or more. Once a step, so it must be quick."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in dtypes or tensor.stride(-1) != 1 or tensor.shape[-1] < size:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(str, dtypes))}, its last dimension contiguous "
+                f"and >= {size}, got {tensor.dtype} {[*tensor.shape]} with strides "
+                f"{[*tensor.stride()]}"
+            )

@@ -75,24 +75,26 @@ _FLOAT32_TILES = {
     128: Tiles(16, 8, 1),
     256: Tiles(16, 8, 1),
 }
-"""For float32 on any device: without tensor cores, larger tiles only spill more registers."""
+"""For float32 on any device, with `_FLOAT32_ROWS`. Without tensor cores all of a tile lies in
+registers: larger ones don't fit there, and take seconds to compile."""
 
+_FLOAT32_ROWS = {64: 32, 128: 32, 256: 16}
 _MUCH_SHARED = 200 << 10  # bytes
 
 
-def block_tokens(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
+def block_tokens(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """How many tokens of a request one item of the plan covers.
 
     Raises `ValueError` where no tile takes the heads: their size is above 256, or a KV head serves
-    more query heads than a tile has rows (128, or 64 where the size is above 128).
+    more query heads than a tile can have rows (128, or 64 where the size is above 128).
     """
-    block_m, group = _block_m(head_dim), num_qo_heads // num_kv_heads
-    if group * num_kv_heads != num_qo_heads or not 0 < group <= block_m:
+    group = num_qo_heads // num_kv_heads
+    if group * num_kv_heads != num_qo_heads or not 0 < group <= _max_rows(head_dim):
         raise ValueError(
             f"{num_qo_heads} query heads over {num_kv_heads} KV heads: each must serve the same "
-            f"number of them, {block_m} at most at head size {head_dim}"
+            f"number of them, {_max_rows(head_dim)} at most at head size {head_dim}"
         )
-    return block_m // group
+    return _block_m(group, head_dim, dtype) // group
 
 
 def prefill_attention(
@@ -122,7 +124,8 @@ def prefill_attention(
     _check(q, k_pages, v_pages, page_table, plan, out)
     num_qo_heads, head_dim = q.shape[1:]
     page_size, num_kv_heads = k_pages.shape[1:3]
-    tokens = block_tokens(num_qo_heads, num_kv_heads, head_dim)
+    tokens = block_tokens(num_qo_heads, num_kv_heads, head_dim, q.dtype)
+    group = num_qo_heads // num_kv_heads
     if scale <= 0 or (window is not None and window < 1):
         raise ValueError(f"scale and window must be positive, got {scale} and {window}")
     if plan.items.shape[0] == 0:
@@ -139,12 +142,12 @@ def prefill_attention(
         page_table.stride(0),
         scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_qo_heads // num_kv_heads,
+        GROUP=group,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=window,
         BLOCK_TOKENS=tokens,
-        BLOCK_M=_block_m(head_dim),
+        BLOCK_M=_block_m(group, head_dim, q.dtype),
         BLOCK_N=tiles.block_n,
         BLOCK_D=_padded(head_dim),
         num_warps=tiles.num_warps,
@@ -330,16 +333,29 @@ def _load(
         return tl.load(ptr)
 
 
-def _block_m(head_dim: int) -> int:
-    """Rows of a tile. The items are cut by it, so it is no matter of dtype or device."""
+def _max_rows(head_dim: int) -> int:
+    """Most rows of a tile."""
     if not 0 < head_dim <= 256:
         raise ValueError(f"Head size {head_dim}: at most 256 is possible")
     return 128 if head_dim <= 128 else 64
 
 
+def _block_m(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a tile. The items are cut by it, so it is no matter of the device."""
+    if dtype is not torch.float32:
+        return _max_rows(head_dim)
+    rows: int = triton.next_power_of_2(group)
+    return max(_FLOAT32_ROWS[_size_class(head_dim)], rows)
+
+
 def _padded(head_dim: int) -> int:
     size: int = triton.next_power_of_2(head_dim)
     return max(16, size)
+
+
+def _size_class(head_dim: int) -> int:
+    """What the tables of tiles go by."""
+    return max(64, _padded(head_dim))
 
 
 @functools.cache
@@ -352,7 +368,7 @@ def _choose_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> Ti
         properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the field
         shared = properties.shared_memory_per_block_optin
         table = _TILES if shared >= _MUCH_SHARED else _SMALL_TILES
-    return table[max(64, _padded(head_dim))]
+    return table[_size_class(head_dim)]
 
 
 def _check(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "enter", "has_pdl", "num_sms", "pdl"]
+__all__ = ["INTERPRETED", "enter", "num_sms", "pdl"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Read once, as Triton does when a kernel is decorated."""
