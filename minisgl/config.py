@@ -98,8 +98,8 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "largest batch whose decode step is captured as a CUDA graph, 0 captures none (default: "
-        "max_running_requests)",
+        "largest batch whose decode step is captured as a CUDA graph, beside mixed steps of up to "
+        "2,048 tokens; 0 captures none (default, and at most: max_running_requests)",
     )
     load_format: str = option(
         "auto",
@@ -167,6 +167,7 @@ class ModelFacts:
     dtype: torch.dtype
     max_context: int
     rope_type: str = "default"
+    head_dim: int = 128
     is_dense: bool = True
     """No layer is a mixture of experts."""
     quantized: bool = False

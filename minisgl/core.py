@@ -152,6 +152,11 @@ class ModelInputs(Protocol):
     """Receives the logits of further rows when a request wants its prompt's logprobs."""
 
     @property
+    def logits_out(self) -> torch.Tensor | None:
+        """`[>= B, V]`: where the logits go, None for memory of their own."""
+        ...
+
+    @property
     def attn_metadata(self) -> AttentionMetadata:
         """What the attention backend prepared."""
         ...
@@ -191,6 +196,8 @@ class Batch:
     attn_metadata: AttentionMetadata = field(init=False)
     prompt_logits: PromptLogitsSink | None = None
     """Receives the logits of further rows when a request wants its prompt's logprobs."""
+    logits_out: torch.Tensor | None = None
+    """`[>= B, V]`: where the logits go, None for memory of their own."""
 
     def __post_init__(self) -> None:
         reqs, count = self.reqs, len(self.reqs)

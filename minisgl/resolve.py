@@ -45,7 +45,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
     triton = _triton(config, hardware, cpu, choices)
     _check_length(config, model)
     running, budget = _batch_limits(config, device, choices)
-    attn = _attn(config, hardware, dtype, triton, choices)
+    attn = _attn(config, hardware, model, dtype, triton, choices)
     return ResolvedConfig(
         device=torch.device(device),
         dtype=dtype,
@@ -133,7 +133,7 @@ def _triton(config: EngineConfig, hardware: Hardware, cpu: bool, choices: _Choic
     if config.kernels == "reference":
         found = _Kernels(False, "--kernels reference")
     elif not hardware.has_triton:
-        found = _Kernels(False, "Triton is not installed: plain PyTorch ops are much slower")
+        found = _Kernels(False, f"{hardware.why_no_triton}; plain PyTorch ops are slower")
     else:
         found = _Kernels(True, "fused kernels for CUDA")
     choices.choose("triton", None, found.on, found.why)
@@ -143,6 +143,7 @@ def _triton(config: EngineConfig, hardware: Hardware, cpu: bool, choices: _Choic
 def _attn(
     config: EngineConfig,
     hardware: Hardware,
+    model: ModelFacts,
     dtype: torch.dtype,
     triton: _Kernels,
     choices: _Choices,
@@ -167,7 +168,12 @@ def _attn(
                 "--dtype bfloat16 or float16, or --attn auto"
             )
     default, why = "torch", "the Triton kernels don't run"
-    if triton.on:
+    takes_heads = model.head_dim <= 256 and model.head_dim % 2 == 0
+    if not takes_heads:
+        why = f"heads of {model.head_dim} are odd or above 256, which other backends don't take"
+        if asked not in (None, "torch"):
+            raise ConfigError(f"--attn {asked}: {why}; use --attn auto")
+    elif triton.on:
         default, why = "triton", "its decode kernel was measured fastest"
     attn: str = choices.choose("attn", asked, default, why)
     return attn
@@ -180,7 +186,7 @@ def _graphs(
     if cpu:
         why = "there are none on a CPU"
     elif attn != "triton":
-        why = f"--attn {attn} plans each step on the host"
+        why = f"attention by {attn} plans each step on the host"
     elif not model.is_dense:
         why = "the experts' sizes are read on the host in each step"
     else:

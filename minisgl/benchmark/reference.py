@@ -39,7 +39,7 @@ from .limits import (
     step_weights,
     token_flops,
 )
-from .offline import machine_figures, run_jobs, traced
+from .offline import Run, machine_figures, run_jobs, traced
 from .shapes import write_shape
 from .workloads import MAX_REFERENCE_REQUESTS, Job, reference_workload
 
@@ -146,45 +146,24 @@ def _measure(
         write_shape(shape, Path(folder))
         built = build_scheduler(folder, load_model_info(folder), config)
     loaded = _Loaded(built.scheduler, built.engine, built.engine.plan.max_model_len)
+    resolved, model, machine = built.config, built.engine.model_config, machine_figures(loaded)
     try:
         with traced(loaded, trace):
-            return _figures(shape, loaded, jobs, repeats)
+            runs = _run(loaded, jobs, repeats)
     finally:
         built.engine.close()
         del built, loaded
         gc.collect()  # the memory of one engine is needed for the next
         torch.cuda.empty_cache()
-
-
-def _figures(shape: str, loaded: _Loaded, jobs: list[Job], repeats: int) -> dict[str, Any]:
-    longest = max(len(job.prompt) + job.output_len for job in jobs)
-    if longest > loaded.max_model_len:
-        raise ConfigError(
-            f"--shape has sequences of {longest} tokens; this engine runs up to "
-            f"{loaded.max_model_len} (--max-model-len)"
-        )
-    config, model = loaded.engine.config, loaded.engine.model_config
-    ceilings = measure_ceilings(config.device, config.dtype)
-    limit = reference_limit(model, jobs, ceilings, config.dtype.itemsize)
-    warm_up = [Job(job.prompt, min(job.output_len, WARM_UP)) for job in jobs[:WARM_UP]]
-    run_jobs(loaded, warm_up, PARAMS)
+    # Only now: beside the pool there may be no room for the arrays that are copied.
+    ceilings = measure_ceilings(resolved.device, resolved.dtype)
+    limit = reference_limit(model, jobs, ceilings, resolved.dtype.itemsize)
     outputs = sum(job.output_len for job in jobs)
-    runs = []
-    for _ in range(repeats):
-        run = run_jobs(loaded, jobs, PARAMS)
-        runs.append(
-            {
-                "output_tok_s": round(outputs / run.total_s, 1),
-                "total_s": round(run.total_s, 3),
-                "steps": len(run.steps),
-                "share": round(limit.total_s / run.total_s, 4),
-            }
-        )
     return {
         "benchmark": "shape",
         "shape": shape,
-        **machine_figures(loaded),
-        "deterministic": config.deterministic,
+        **machine,
+        "deterministic": resolved.deterministic,
         "requests": len(jobs),
         "prompt_tokens": sum(len(job.prompt) for job in jobs),
         "output_tokens": outputs,
@@ -196,8 +175,28 @@ def _figures(shape: str, loaded: _Loaded, jobs: list[Job], repeats: int) -> dict
             "kv_reads": round(limit.kv_s, 4),
             "prefill": round(limit.prefill_s, 4),
         },
-        "runs": runs,
+        "runs": [
+            {
+                "output_tok_s": round(outputs / run.total_s, 1),
+                "total_s": round(run.total_s, 3),
+                "steps": len(run.steps),
+                "share": round(limit.total_s / run.total_s, 4),
+            }
+            for run in runs
+        ],
     }
+
+
+def _run(loaded: _Loaded, jobs: list[Job], repeats: int) -> list[Run]:
+    longest = max(len(job.prompt) + job.output_len for job in jobs)
+    if longest > loaded.max_model_len:
+        raise ConfigError(
+            f"--shape has sequences of {longest} tokens; this engine runs up to "
+            f"{loaded.max_model_len} (--max-model-len)"
+        )
+    warm_up = [Job(job.prompt, min(job.output_len, WARM_UP)) for job in jobs[:WARM_UP]]
+    run_jobs(loaded, warm_up, PARAMS)
+    return [run_jobs(loaded, jobs, PARAMS) for _ in range(repeats)]
 
 
 def _best(runs: list[dict[str, Any]]) -> float:

@@ -151,10 +151,11 @@ def run_offline(arguments: argparse.Namespace) -> None:
         return
     if arguments.requests is not None:
         raise ConfigError("--requests is for --shape: the other workloads have their own number")
-    if arguments.suite is not None and (arguments.workload or arguments.compare):
-        raise ConfigError("--suite has workloads of its own: it takes no --workload or --compare")
-    if arguments.suite is not None and arguments.trace_file is not None:
-        raise ConfigError("--suite takes no --trace-file: trace one of its workloads instead")
+    others = (arguments.workload, arguments.compare, arguments.trace_file)
+    if arguments.suite is not None and any(others):
+        raise ConfigError(
+            "--suite has workloads of its own: it takes no --workload, --compare or --trace-file"
+        )
 
     from minisgl.benchmark import report
     from minisgl.benchmark.offline import bench_offline

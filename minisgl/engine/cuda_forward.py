@@ -22,7 +22,6 @@ from minisgl.kvcache import KVPool
 from minisgl.layers import local_heads
 from minisgl.models import ModelConfig
 from minisgl.models.base import BaseLLMModel
-from minisgl.utils.logger import get_logger
 from minisgl.utils.transfer import to_device
 
 from .cuda_graphs import CudaGraphs, Shape, graph_shapes
@@ -30,8 +29,6 @@ from .drawer import Drawer
 from .triton_drawer import TritonDrawer
 
 __all__ = ["CudaForward"]
-
-logger = get_logger(__name__)
 
 _STAGES = 4
 """Steps whose numbers may be on their way; the scheduler launches two before it reads one."""
@@ -50,6 +47,7 @@ class _Inputs:
     attn_metadata: TritonMetadata
     size: int
     is_prefill: bool
+    logits_out: torch.Tensor
     prompt_logits: PromptLogitsSink | None = None
 
 
@@ -58,14 +56,17 @@ class _Buffers:
 
     A step's numbers and changes of the page table are written into pinned memory, from where a
     kernel fetches them. The memory is written again some steps later, when that kernel is done.
+    All steps leave their logits in one place: a graph would hold memory of its own for them.
     """
 
-    def __init__(self, max_tokens: int, max_reqs: int, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, vocab_size: int) -> None:
+        max_tokens, max_reqs = config.max_prefill_length, config.max_running_requests
+        device, dtype = config.device, config.dtype
         # Each row at a multiple of 16 bytes: counts, five of requests, and those that sample.
         width = (max_reqs + 4) // 4 * 4
         self._numbers = numbers = torch.zeros((7, width), dtype=torch.int32, device=device)
         size = self._numbers.numel() + 3 * _MAX_WRITES
-        pinned = device.type == "cuda"
+        self._is_pinned = pinned = device.type == "cuda"
         self._staged = [
             torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)
         ]
@@ -80,6 +81,7 @@ class _Buffers:
         )
         self.tokens = torch.zeros((3, max_tokens), dtype=torch.int64, device=device)
         self.last = torch.zeros(max_reqs, dtype=torch.int64, device=device)
+        self.logits = torch.zeros((max_reqs, vocab_size), dtype=dtype, device=device)
 
     def send(
         self,
@@ -110,7 +112,7 @@ class _Buffers:
         numbers[6, : len(sampling)] = batch.total_lens[sampling]
         host[end : end + writes.size] = writes.reshape(-1)
         receive(staged, self._numbers.view(-1), page_table, writes.shape[1])
-        if staged.is_pinned():
+        if self._is_pinned:
             self._fetched[turn] = event = event or torch.cuda.Event()
             event.record()
 
@@ -132,7 +134,7 @@ class CudaForward:
         self._model_config = model_config
         self._ops = triton_ops(config.deterministic)
         self._windows = [model_config.layer_window(i) for i in range(model_config.num_layers)]
-        self._writes: list[np.ndarray] = []
+        self._writes = _NO_WRITES
         self.num_replayed = self.num_launched = 0
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
@@ -141,9 +143,7 @@ class CudaForward:
         heads, _ = local_heads(self._model_config.num_qo_heads, self._model_config.num_kv_heads)
         self._tables = token_pool, page_table
         self._dummy_page = pool.dummy_page
-        self._buffers = _Buffers(
-            config.max_prefill_length, config.max_running_requests, config.device
-        )
+        self._buffers = _Buffers(config, self._model_config.vocab_size)
         self._backend = TritonBackend(
             pool,
             page_table,
@@ -174,7 +174,8 @@ class CudaForward:
 
     def set_pages(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
         """Change the page table with the next step's transfer."""
-        self._writes.append(np.array((rows, columns, pages), dtype=np.int32))
+        # Not added to what is there: that is of a launch that failed, and told again.
+        self._writes = np.array((rows, columns, pages), dtype=np.int32)
 
     def run(self, batch: Batch, sampling: np.ndarray) -> None:
         """Launch the batch; a prompt's logits go to its sink on the way."""
@@ -184,12 +185,11 @@ class CudaForward:
         num_decodes = size if decodes.all() else int(decodes.argmin())
         if self._config.deterministic:
             num_decodes = 0
-        writes = np.concatenate((_NO_WRITES, *self._writes), axis=1)
+        writes, self._writes = self._writes, _NO_WRITES
         if writes.shape[1] > _MAX_WRITES:
             scatter(self._tables[1], *to_device(writes, self._config.device).unbind())
             writes = _NO_WRITES
         self._buffers.send(batch, num_decodes, sampling, writes, self._tables[1])
-        self._writes.clear()
         shape = None
         if batch.prompt_logits is None:
             shape = self._graphs.find(num_tokens, size, num_tokens > size)
@@ -246,7 +246,14 @@ class CudaForward:
                 tables, last, shape.num_tokens, shape.num_decodes, is_prefill=shape.is_prefill
             )
             inputs = _Inputs(
-                ids, positions, out_loc, metadata, shape.num_reqs, shape.is_prefill, sink
+                ids,
+                positions,
+                out_loc,
+                metadata,
+                shape.num_reqs,
+                shape.is_prefill,
+                buffers.logits,
+                sink,
             )
             with using(self._ops), self._ctx.forward_batch(inputs):
                 return self._model.forward()

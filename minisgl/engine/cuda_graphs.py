@@ -8,19 +8,39 @@ skip what is padding:
     mixed    64 128 ... 2048               tokens of decodes and prefill chunks together
 
 All graphs share one memory pool, the largest captured first: their buffers overlap, since one step
-ends before the next begins.
+ends before the next begins. Logits go to memory of the caller's, or each graph would keep its own.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 __all__ = ["CudaGraphs", "Shape", "graph_shapes"]
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs are captured: always the same, as libraries keep workspaces for each stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A tensor that the garbage collector finds while a graph is captured would be an error."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 _MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Larger steps keep the device busy for longer than the host needs to launch them."""
@@ -40,7 +60,18 @@ def graph_shapes(max_bs: int, max_reqs: int, max_tokens: int, deterministic: boo
     """The shapes to capture, for decode batches up to `max_bs` (0: none at all)."""
     if max_bs == 0:
         return []
-    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, max_bs, 32)]
+    sizes = [
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+        *range(48, 257, 16),
+        *range(288, 513, 32),
+        *range(640, max_bs, 128),
+    ]
     sizes = sorted({*(size for size in sizes if size < max_bs), max_bs})
     shapes = [Shape(size, size, 0 if deterministic else size, False) for size in sizes]
     for tokens in _MIXED_TOKENS:
@@ -67,10 +98,9 @@ class CudaGraphs:
         self._mixed = sorted(shape for shape in shapes if shape.is_prefill)
         if not shapes:
             return
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(device)
-        gc.collect()  # a tensor that dies while a graph is captured would be an error
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(_stream(device)), _no_collection():
             for shape in sorted(shapes, reverse=True):
                 compute(shape)  # compiles kernels, which can't be captured
                 graph = torch.cuda.CUDAGraph()
@@ -81,6 +111,7 @@ class CudaGraphs:
                     graph.capture_end()
                 self._graphs[shape] = graph
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what the runs before the captures took
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -39,7 +39,7 @@ from minisgl.utils.transfer import HostCopy, to_device
 
 from .forward import Forward, NativeForward, make_forward
 from .memory import PoolPlan, check_fits, plan_pool
-from .profile import page_writes, profile_requests
+from .profile import page_writes, profile_requests, sampling_requests
 from .prompt_logprobs import PromptLogprobs
 from .sampler import Sampled, Sampler
 
@@ -96,6 +96,8 @@ class Engine:
         shape = KVShape(model_config.num_layers, heads[1], model_config.head_dim, config.page_size)
         self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
         self._make_tables(shape, self.plan.num_pages, self.plan.max_model_len)
+        if config.triton:
+            self._compile_sampler()
         logger.info(self.plan.reason)
         logger.info(self._forward.describe())
 
@@ -129,10 +131,12 @@ class Engine:
         reqs = [batch.reqs[i] for i in sampling]
         if isinstance(self._forward, NativeForward) and all(r.params.plain_greedy for r in reqs):
             sampled = Sampled.plain(self._forward.greedy(sampling), self._device)
+            self._forward.write(self._token_pool, *places, sampled.tokens)
         else:
             logits = self._forward.logits(sampling)
             sampled = self._sampler.sample(logits, reqs, rows, positions, places[1])
-        self._forward.write(self._token_pool, *places, sampled.tokens)
+            self._forward.write(self._token_pool, *places, sampled.tokens)
+            self._sampler.count(sampled.tokens, rows)
         return _Step(batch.size, sampling.tolist(), sampled, prompt)
 
     @property
@@ -169,6 +173,19 @@ class Engine:
             self._forward.drawer(),
         )
 
+    def _compile_sampler(self) -> None:
+        """Sample in every way once: a kernel's first use takes seconds, for all who run then."""
+        logits = torch.zeros(
+            (1, self.model_config.vocab_size), dtype=self.config.dtype, device=self._device
+        )
+        row, position = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        for req in sampling_requests():
+            self._sampler.attach(req)
+            with torch.inference_mode():
+                _, sent = self._forward.sampled_places(row, position)
+                sampled = self._sampler.sample(logits, [req], row, position, sent)
+                self._sampler.count(sampled.tokens, row)
+
     def _measure_peak(self, shape: KVShape) -> int:
         """Bytes that steps need beyond weights and pool, by running the largest ones (CUDA).
 
@@ -178,16 +195,19 @@ class Engine:
         config, device = self.config, self._device
         budget, most = config.max_prefill_length, config.max_running_requests
         length = min(budget, config.max_model_len)
-        prompts = profile_requests(min(budget // length, most), length, config.page_size)
-        decodes = profile_requests(most, 2, config.page_size)
-        num_pages = max(sum(len(req.pages) for req in reqs) for reqs in (prompts, decodes))
+        batches = [
+            profile_requests(min(budget // length, most), length, 0, config.page_size),
+            profile_requests(most, min(budget // most, length), 0, config.page_size),
+            profile_requests(most, 2, 1, config.page_size),
+        ]
+        num_pages = max(sum(len(req.pages) for req in reqs) for reqs in batches)
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
-        self._make_tables(shape, num_pages, length)
+        self._make_tables(shape, num_pages, max(length, 2))
         tables = sum(t.nbytes for t in (self._pool.data, self._page_table, self._token_pool))
         kept = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        for reqs in (prompts, decodes):
+        for reqs in batches:
             for req in reqs:
                 self.attach(req)
             self.set_pages(page_writes(reqs))

@@ -15,6 +15,7 @@ from minisgl.core import Batch, Context, PromptLogitsSink
 from minisgl.kernel.dispatch import reference_ops, triton_ops, using
 from minisgl.kvcache import KVPool
 from minisgl.layers import local_heads
+from minisgl.layers.embedding import PIECE_ROWS
 from minisgl.models import ModelConfig
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.decoder import CausalLM
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from minisgl.attention.flashinfer_backend import FlashInferBackend
 
 __all__ = ["Forward", "NativeForward", "TorchForward", "make_forward"]
-
-_PIECE_ROWS = 256
-"""Rows of prompt logits computed at once: 256 x 151,936 float32 are 156 MB."""
 
 
 class Forward(Protocol):
@@ -77,7 +75,7 @@ class Forward(Protocol):
     def write(
         self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """`table[rows, columns] = values` for int64 tensors `[n]` on the device."""
+        """`table[rows, columns] = values` for integer tensors `[n]` on the device."""
         ...
 
 
@@ -261,5 +259,5 @@ class NativeForward:
 
     def _score(self, sink: PromptLogitsSink) -> None:
         rows = sink.rows.numpy()
-        for offset in range(0, len(rows), _PIECE_ROWS):
-            sink.collect(offset, self._native.logits(rows[offset : offset + _PIECE_ROWS]))
+        for offset in range(0, len(rows), PIECE_ROWS):
+            sink.collect(offset, self._native.logits(rows[offset : offset + PIECE_ROWS]))

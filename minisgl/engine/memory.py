@@ -54,7 +54,7 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
         pages, reason = config.num_pages, f"num_pages = {config.num_pages} as asked"
         check_fits(config, pages * page_bytes, "the KV cache", "--num-pages")
     else:
-        budget = _budget_bytes(config, measure_peak)
+        budget = _budget_bytes(config, page_bytes, measure_peak)
         pages = budget // page_bytes
         reason = f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes"
         if config.cache == "naive" and pages > useful:
@@ -68,16 +68,29 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
             f"({pages_each * page_bytes / 2**20:.0f} MiB). Lower --max-model-len or raise "
             "--memory-ratio or --num-pages"
         )
-    # Rows of the token pool and the page table are int32.
-    row_bytes = 4 * (length + 1 + div_ceil(length, config.page_size))
-    rows = config.max_running_requests
-    check_fits(config, rows * row_bytes, "the request tables", "--max-running-requests")
+    check_fits(config, _table_bytes(config, length), "the request tables", "--max-running-requests")
     return PoolPlan(pages, length, reason)
 
 
-def _budget_bytes(config: ResolvedConfig, measure_peak: Callable[[], int]) -> int:
+def _table_bytes(config: ResolvedConfig, length: int) -> int:
+    """Of the token pool and the page table, int32, for sequences of `length` tokens."""
+    row = length + 1 + div_ceil(length, config.page_size)
+    return torch.int32.itemsize * row * config.max_running_requests
+
+
+def _budget_bytes(config: ResolvedConfig, page_bytes: int, measure_peak: Callable[[], int]) -> int:
+    """For pages: on a CPU a share of the memory; on CUDA what all else leaves of the share."""
     if config.device.type == "cpu":
         return int(available_memory_bytes() * config.memory_ratio)
     free, total = torch.cuda.mem_get_info(config.device)
-    # The share is of the whole card: what weights and others took is gone already.
-    return max(0, int(free - total * (1 - config.memory_ratio)) - measure_peak())
+    try:
+        peak = measure_peak()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the largest step does not fit in the {free / 2**30:.1f} GiB that the weights left: "
+            "lower --max-prefill-length or --max-running-requests"
+        ) from error
+    # The share is of the whole card: what weights and others took is gone already. Beside the
+    # pages there are the dummy page and the request tables.
+    others = peak + page_bytes + _table_bytes(config, config.max_model_len)
+    return max(0, int(free - total * (1 - config.memory_ratio)) - others)

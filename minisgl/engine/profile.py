@@ -1,4 +1,4 @@
-"""Requests for the steps that memory is measured on: as large as steps get, every option on."""
+"""Requests for the steps that memory is measured on, and for compiling the sampler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from minisgl.core import PageWrites, Req, SamplingParams
 from minisgl.utils import div_ceil
 
-__all__ = ["page_writes", "profile_requests"]
+__all__ = ["page_writes", "profile_requests", "sampling_requests"]
 
 _PARAMS = SamplingParams(
     temperature=1.0,
@@ -17,12 +17,12 @@ _PARAMS = SamplingParams(
     presence_penalty=0.1,
     repetition_penalty=1.1,
     logprobs=20,
+    prompt_logprobs=1,
 )
 
 
-def profile_requests(count: int, length: int, page_size: int) -> list[Req]:
-    """Requests of `length` tokens, which compute their last `length` (a prompt) or, of 2, the
-    second one (a decode)."""
+def profile_requests(count: int, length: int, cached: int, page_size: int) -> list[Req]:
+    """Requests of `length` tokens, which compute all but the first `cached` of them."""
     params = _PARAMS.resolve_defaults({})
     each = div_ceil(length, page_size)
     return [
@@ -34,10 +34,34 @@ def profile_requests(count: int, length: int, page_size: int) -> list[Req]:
             max_len=length + 1,
             row=row,
             pages=list(range(row * each, (row + 1) * each)),
-            cached_len=1 if length == 2 else 0,
+            cached_len=cached,
             device_len=length,
         )
         for row in range(count)
+    ]
+
+
+def sampling_requests() -> list[Req]:
+    """Requests of one token for each way of sampling that takes kernels of its own."""
+    ways = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=0.0, presence_penalty=0.1),
+        SamplingParams(temperature=1.0, presence_penalty=0.1),
+        SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1),
+    )
+    return [
+        Req(
+            uid=i,
+            token_ids=[0],
+            prompt_len=1,
+            params=params.resolve_defaults({}),
+            max_len=2,
+            row=0,
+            device_len=1,
+        )
+        for i, params in enumerate(ways)
     ]
 
 

@@ -106,11 +106,17 @@ class Sampler:
             scores = (logits if self._raw_logprobs else work)[index].float()
             if not self._raw_logprobs:
                 self._redraw(work, positions, tokens, scores)
-        if plan.penalized.size:
-            self._penalties.add(tokens, plan, rows)
         if scores is None:
             return Sampled.plain(tokens, self._device)
         return self._with_logprobs(scores, tokens)
+
+    def count(self, tokens: torch.Tensor, rows: np.ndarray) -> None:
+        """The `tokens` that `sample` chose for `rows` stand: penalties count them from now on.
+
+        Last in a launch: one that fails is tried again, and counts no token twice.
+        """
+        if self._plan.penalized.size:
+            self._penalties.add(tokens, self._plan, rows)
 
     def _process(
         self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray

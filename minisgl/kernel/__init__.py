@@ -18,14 +18,16 @@ from .dispatch import (
     fused_add_rmsnorm,
     gelu_and_mul,
     gelu_tanh_and_mul,
+    grouped_experts,
     indexing,
     linear,
     rmsnorm,
     rmsnorm_inplace,
     silu_and_mul,
+    topk_softmax,
 )
 from .linear import pack_linear_weight
-from .torch_ops import grouped_experts, store_kv, topk_softmax
+from .torch_ops import store_kv
 
 __all__ = [
     "apply_rope_inplace",

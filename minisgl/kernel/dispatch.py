@@ -4,7 +4,8 @@
     outside of any               rmsnorm(x, w, eps)  ->  the PyTorch reference
 
 The engine chooses once, by its configuration (`resolve.py`), and not op by op from what a tensor
-looks like: so a log line at the start says which path every op takes, and it stays true.
+looks like: so a log line at the start says which path every op takes, and it stays true. The choice
+is the process's, as the current context is: engines of one process take turns in one thread.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class OpTable:
     gelu_and_mul: Op = torch_ops.gelu_and_mul
     gelu_tanh_and_mul: Op = torch_ops.gelu_tanh_and_mul
     indexing: Op = torch_ops.indexing
+    topk_softmax: Op = torch_ops.topk_softmax
+    grouped_experts: Op = torch_ops.grouped_experts
     linear: Op = torch_linear
 
     def describe(self) -> str:
@@ -58,7 +61,7 @@ def reference_ops() -> OpTable:
 @cache
 def triton_ops(deterministic: bool = False) -> OpTable:
     """Triton kernels, and cuBLAS for matrices unless results must be `deterministic`."""
-    from .triton import activation, embedding, gemm, norm, rope
+    from .triton import activation, embedding, gemm, moe, norm, rope, routing
 
     table = OpTable(
         "triton",
@@ -70,6 +73,8 @@ def triton_ops(deterministic: bool = False) -> OpTable:
         gelu_and_mul=activation.gelu_and_mul,
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         indexing=embedding.indexing,
+        topk_softmax=routing.topk_softmax,
+        grouped_experts=moe.grouped_experts,
     )
     return replace(table, linear=gemm.invariant_linear) if deterministic else table
 
@@ -148,7 +153,33 @@ def indexing(
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`."""
-    out: torch.Tensor = _active.linear(x, weight, bias)
+def topk_softmax(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids `[T, k]` of each token's experts."""
+    out: tuple[torch.Tensor, torch.Tensor] = _active.topk_softmax(router_logits, top_k, renormalize)
     return out
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Sum over each token's experts of `weight * down(silu(gate) * up)`."""
+    out: torch.Tensor = _active.grouped_experts(x, gate_up, down, topk_weights, topk_ids)
+    return out
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, in `out` if
+    that is given (then without a bias)."""
+    result: torch.Tensor = _active.linear(x, weight, bias, out)
+    return result

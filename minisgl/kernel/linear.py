@@ -41,9 +41,21 @@ def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`.
+
+    It is in `out` if that is given, which a plain weight without a bias takes.
+    """
+    if out is not None:
+        if bias is not None or weight.is_mkldnn:
+            raise ValueError("linear takes `out` only with a plain weight and without a bias")
+        return torch.mm(x, weight.t(), out=out)
     if weight.is_mkldnn:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return packed
     return F.linear(x, weight, bias)

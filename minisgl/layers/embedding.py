@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from minisgl.core import ModelInputs, get_global_ctx
 from minisgl.distributed import DistributedCommunicator, get_tp_info
+from minisgl.kernel import linear
 from minisgl.kernel.linear import can_pack, pack_linear_weight
 from minisgl.utils import Span, div_ceil, partition
 
@@ -17,7 +18,7 @@ from .quantized import QuantizedWeight, apply_linear, look_up
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
-_PIECE_ROWS = 256
+PIECE_ROWS = 256
 """Rows of prompt logits computed at once: 256 x 151,936 float32 are 156 MB."""
 
 
@@ -71,14 +72,21 @@ class ParallelLMHead(VocabParallelEmbedding):
             self._prompt_rows(x, batch)
         if batch.is_prefill:
             x = x[batch.attn_metadata.get_last_indices(batch.size)]
-        return self.project(x)
+        return self.project(x, batch.logits_out)
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [n, hidden]` to `[n, vocab_size]`, gathered from all ranks."""
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`x [n, hidden]` to `[n, vocab_size]`, gathered from all ranks.
+
+        On one rank with a plain weight it is written to the first rows of `out [>= n, vocab_size]`,
+        if that is given.
+        """
+        weight = self.weight if self._tied is None else self._tied.weight
         if self._packed is not None:
             local = apply_linear(x, self._packed)
+        elif out is not None and self._tp_size == 1 and isinstance(weight, torch.Tensor):
+            return linear(x, weight, out=out[: x.shape[0]])
         else:
-            local = apply_linear(x, self.weight if self._tied is None else self._tied.weight)
+            local = apply_linear(x, weight)
         if self._tp_size == 1:
             return local
         # Ranks hold unequal shares when they do not divide the vocabulary: pad to the largest.
@@ -101,8 +109,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     def _prompt_rows(self, x: torch.Tensor, batch: ModelInputs) -> None:
         sink = batch.prompt_logits
         assert sink is not None
-        for offset in range(0, sink.rows.shape[0], _PIECE_ROWS):
-            rows = sink.rows[offset : offset + _PIECE_ROWS]
+        for offset in range(0, sink.rows.shape[0], PIECE_ROWS):
+            rows = sink.rows[offset : offset + PIECE_ROWS]
             sink.collect(offset, self.project(x[rows]))
 
     def _take(self, state_dict: StateDict, prefix: str) -> None:

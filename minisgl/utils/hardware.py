@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +27,33 @@ class Hardware:
     has_native: bool = False
     """Whether the native CPU kernels are there; `detect` does not look."""
     has_triton: bool = False
+    """Whether Triton's kernels can be compiled and run."""
+    why_no_triton: str = "Triton is not installed"
     has_flashinfer: bool = False
 
     @classmethod
     def detect(cls) -> Hardware:
         """Look at this machine."""
+        why_no_triton = _why_no_triton()
         return cls(
             available_cpus(),
             available_memory_bytes(),
             torch.cuda.is_available(),
-            has_triton=importlib.util.find_spec("triton") is not None,
+            has_triton=not why_no_triton,
+            why_no_triton=why_no_triton,
             has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
         )
+
+
+def _why_no_triton() -> str:
+    """In words; empty where Triton works."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "there is no C compiler, which Triton builds its launchers with"
+    return ""
 
 
 def available_cpus(root: Path = _CGROUP) -> int:

@@ -194,3 +194,33 @@ def test_receive(size, num_writes) -> None:
     receive(staged, room[:size], table, num_writes)
     assert room.tolist() == numbers.tolist() + [UNTOUCHED] * 5
     assert torch.equal(wide, expected)
+
+
+def test_refuses_what_it_cannot_read() -> None:
+    step = make_step([(5, 1), (0, 3)], 0, [0, 1])
+    tokens, pages = make_tables(2, 16)
+    room = torch.zeros((4, 8), dtype=torch.int64, device=DEVICE)
+    items = torch.zeros((3, 2), dtype=torch.int32, device=DEVICE)
+    plan = PrefillPlan(items, ints([0]), step.rows, step.starts, step.cached)
+    staged, writes = ints([0] * 10), ints([0] * 6)
+
+    def fill(counts=step.counts, cached=step.cached, pages=pages, out=room) -> None:
+        fill_inputs(counts, step.rows, step.starts, cached, tokens, pages, 16, 0, (*out,))
+
+    def write(values: torch.Tensor) -> None:
+        scatter(pages, writes[:2], writes[2:4], values)
+
+    for call, message in {
+        lambda: fill(counts=step.counts[:2]): r"counts must be torch.int32.* >= 3, got .*\[2\]",
+        lambda: fill(cached=step.cached.long()): "cached_lens must be torch.int32.* torch.int64",
+        lambda: fill(pages=pages.T): "page_table must be .* contiguous .* strides",
+        lambda: fill(out=room.int()): "input_ids must be torch.int64",
+        lambda: plan_prefill(step.counts, plan._replace(starts=step.starts[:2]), 16): "starts .* 3",
+        lambda: plan_prefill(step.counts, plan._replace(items=items.long()), 16): "items must be",
+        lambda: receive(staged, writes, pages, 2): r"staged must be .* >= 12, got .*\[10\]",
+        lambda: write(writes[:1].expand(2)): r"values must be .* strides \[0\]",
+        lambda: write(writes[:3]): "rows must be .* >= 3",
+        lambda: write(writes[:2].float()): "values must be torch.int32 or torch.int64",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -51,7 +51,7 @@ def attend(
 ) -> torch.Tensor:
     """What the kernel writes; what it leaves out stays NaN."""
     heads, head_dim = q.shape[1:]
-    step = block_tokens(heads, paged.k_pages.shape[2], head_dim)
+    step = block_tokens(heads, paged.k_pages.shape[2], head_dim, q.dtype)
     plan = make_plan(lengths, paged, step, surplus)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     pages = paged.k_pages, paged.v_pages, paged.page_table
@@ -73,14 +73,29 @@ def check(q: torch.Tensor, paged: Paged, lengths: list[int], window: int | None)
 
 # Requests with and without keys from before this step; one of a single token, one of none; more
 # tokens than an item covers, for any group.
-SEQ_LENS = [150, 9, 1, 97, 40, 33]
-LENGTHS = [140, 9, 1, 1, 0, 20]
+SEQ_LENS = [100, 9, 1, 97, 40, 33]
+LENGTHS = [90, 9, 1, 1, 0, 20]
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 45])
+# On a GPU each case is compiled, so they are few: every value, and some pairs of any two. The last
+# one's group has more heads than a tile of float32 else has rows.
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "page_size"),
-    [((4, 2), 16, 16), ((5, 1), 24, 3), ((2, 2), 64, 1), ((1, 1), 80, 32), ((8, 1), 200, 64)],
+    ("heads", "head_dim", "page_size", "window"),
+    [
+        ((4, 2), 16, 16, None),
+        ((8, 1), 16, 3, 7),
+        ((5, 1), 24, 3, 45),
+        ((1, 1), 24, 32, 1),
+        ((2, 2), 64, 1, 7),
+        ((6, 2), 64, 16, 45),
+        ((3, 1), 80, 32, None),
+        ((5, 1), 80, 1, 1),
+        ((4, 2), 128, 64, None),
+        ((2, 2), 128, 16, 1),
+        ((8, 1), 200, 64, 45),
+        ((3, 1), 200, 3, 7),
+        ((40, 1), 16, 64, 7),
+    ],
 )
 def test_ragged_batch(heads, head_dim, page_size, window, device) -> None:
     paged = make_paged(
@@ -144,8 +159,10 @@ def check_bits(
     assert torch.equal(batched[half + 1 :], whole[-tail:])
 
 
-@pytest.mark.parametrize("window", [None, 1, 37, 64])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((5, 1), 40)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window"),
+    [((4, 2), 16, None), ((4, 2), 16, 64), ((5, 1), 40, 1), ((5, 1), 40, 37)],
+)
 def test_bits_depend_on_nothing_else(heads, head_dim, window, device) -> None:
     singles = [0, 1, 31, 32, 33, 63, 64, 99, 148]
     chunks = [1, 31, 1, 50, 66]
@@ -153,12 +170,12 @@ def test_bits_depend_on_nothing_else(heads, head_dim, window, device) -> None:
 
 
 def test_every_token_alone(device) -> None:
-    check_bits((2, 1), 16, 40, [1] * 40, [], None, torch.float32, device)
+    check_bits((4, 2), 16, 40, [1] * 40, [], None, torch.float32, device)
 
 
 def test_tiles_are_only_a_choice(device) -> None:
-    paged = make_paged(SEQ_LENS, page_size=64, num_kv_heads=1, head_dim=16, device=device)
-    q = make_q(sum(LENGTHS), (2, 1), 16, torch.float32, device)
+    paged = make_paged(SEQ_LENS, page_size=16, num_kv_heads=2, head_dim=16, device=device)
+    q = make_q(sum(LENGTHS), (4, 2), 16, torch.float32, device)
     expected = attend(q, paged, LENGTHS)
     torch.testing.assert_close(
         attend(q, paged, LENGTHS, tiles=Tiles(64, 4, 1)), expected, rtol=2e-6, atol=2e-6
@@ -167,33 +184,43 @@ def test_tiles_are_only_a_choice(device) -> None:
 
 def test_reads_how_many_items_there_are(device) -> None:
     """A captured graph replays the same launch for fewer items, or none."""
-    paged = make_paged([300], page_size=16, num_kv_heads=1, head_dim=16, device=device)
-    q = make_q(300, (1, 1), 16, torch.float32, device)
-    plan = make_plan([300], paged, block_tokens(1, 1, 16))
-    for count in (0, 1, 3):
+    paged = make_paged([60], page_size=16, num_kv_heads=2, head_dim=16, device=device)
+    q = make_q(60, (4, 2), 16, torch.float32, device)
+    step = block_tokens(4, 2, 16, torch.float32)
+    plan = make_plan([60], paged, step)
+    for count in (0, 1, len(plan.items)):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         plan.num_items.fill_(count)
         pages = paged.k_pages, paged.v_pages, paged.page_table
         prefill_attention(q, *pages, plan, out, scale=0.25, window=None)
-        assert out.isnan().flatten(1).any(1).sum() == 300 - min(300, count * 128)
+        assert out.isnan().flatten(1).any(1).sum() == 60 - min(60, count * step)
 
 
 def test_block_tokens() -> None:
-    assert block_tokens(16, 8, 128) == 64
-    assert block_tokens(40, 8, 128) == 25
-    assert block_tokens(8, 8, 256) == 64
+    for heads, half, single in (
+        ((16, 8, 128), 64, 16),
+        ((40, 8, 128), 25, 6),
+        ((8, 8, 256), 64, 16),
+        ((33, 1, 64), 3, 1),
+        ((128, 1, 128), 1, 1),
+        ((17, 1, 200), 3, 1),
+    ):
+        assert block_tokens(*heads, torch.bfloat16) == block_tokens(*heads, torch.float16) == half
+        assert block_tokens(*heads, torch.float32) == single
     for heads, head_dim, message in (
         ((3, 2), 64, "3 query heads over 2 KV heads"),
         ((129, 1), 64, "128 at most at head size 64"),
+        ((65, 1), 129, "64 at most at head size 129"),
         ((1, 2), 64, "1 query heads over 2 KV heads"),
         ((2, 2), 257, "Head size 257"),
     ):
-        with pytest.raises(ValueError, match=message):
-            block_tokens(*heads, head_dim)
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises(ValueError, match=message):
+                block_tokens(*heads, head_dim, dtype)
 
 
 def test_refuses_what_it_cannot_read(device) -> None:
-    paged = make_paged([9], page_size=4, num_kv_heads=2, head_dim=16, device=device)
+    paged = make_paged([9], page_size=16, num_kv_heads=2, head_dim=16, device=device)
     q = make_q(9, (4, 2), 16, torch.float32, device)
     out = torch.empty(q.shape, device=device)
     plan = make_plan([9], paged, 64)

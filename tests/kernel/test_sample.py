@@ -275,6 +275,7 @@ def test_a_sampler_chooses_as_the_reference_does(device: torch.device, mode: str
         found, expected = (s.sample(logits, reqs, rows, positions) for s in (ours, theirs))
         tokens, entries = found.read()
         assert tokens == expected.read()[0]
+        ours.count(found.tokens, rows)
         for entry, same in zip(entries, expected.read()[1], strict=True):
             assert (entry is None) == (same is None)
             assert entry is None or entry.logprob == pytest.approx(same.logprob, abs=1e-5)

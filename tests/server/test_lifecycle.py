@@ -182,7 +182,16 @@ def test_the_trace_has_steps_and_requests(ended: Ended) -> None:
     spans = [event for event in json.loads(ended.trace) if event["ph"] == "X"]
     steps = [span for span in spans if span["name"].startswith("step ")]
     assert len(steps) >= 300
-    assert all(span["args"]["tokens"] > 0 for span in steps[:300])
+    for span in steps:
+        assert span["args"]["decode_tokens"] + span["args"]["prefill_tokens"] > 0
+    numbers = [int(span["name"].removeprefix("step ")) for span in steps]
+    assert numbers == list(range(1, len(steps) + 1))
+    host = [span for span in spans if span["name"].split()[0] in ("plan", "launch", "read")]
+    assert len(host) == 3 * len(steps)
+    launches = {span["name"]: span for span in host}
+    for span in steps:  # on a CPU, launching is computing
+        launch = launches[span["name"].replace("step", "launch")]
+        assert (launch["ts"], launch["dur"]) == (span["ts"], span["dur"])
     requests = [span for span in spans if "finish_reason" in span["args"]]
     assert len(requests) == 8
     (short,) = (span for span in requests if span["args"]["finish_reason"] == "length")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl.core import SamplingParams
-from minisgl.message import EngineStats, RequestStart, SequenceDelta
+from minisgl.message import EngineStats, RequestStart, SequenceDelta, StepTrace
 from minisgl.server.generation import Generation, Observer
 
 
@@ -44,3 +44,18 @@ def stats(time_s: float, num_steps: int, **counts: Any) -> EngineStats:
     names = EngineStats.__struct_fields__[2:]
     given = {"num_pages": 100, "num_steps": num_steps, **counts}
     return EngineStats(time_s, 0.25, **{name: given.get(name, 0) for name in names})
+
+
+def step(number: int, plan_s: float = 1.0, **facts: Any) -> StepTrace:
+    """A step of one request, planned, launched, computed and read in quarters of a second."""
+    times = {
+        "plan_s": plan_s,
+        "launch_s": plan_s + 0.25,
+        "launched_s": plan_s + 0.5,
+        "device_s": plan_s + 0.5,
+        "device_end_s": plan_s + 1.25,
+        "read_s": plan_s + 1.0,
+        "read_end_s": plan_s + 1.25,
+    }
+    counts = {"num_reqs": 1, "num_decode_tokens": 1, "num_prefill_tokens": 0}
+    return StepTrace(number, **{**counts, "is_replayed": False, **times, **facts})

@@ -27,6 +27,7 @@ from minisgl.message import (
 from minisgl.server import async_engine
 from minisgl.server.async_engine import AsyncEngine
 from tests.unit.fake_async_engine import byte_tokenizer
+from tests.unit.observed import step
 from tests.unit.test_text_side import FakeSender, stats
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "qwen3-0.6b.json"
@@ -383,9 +384,12 @@ def test_observers_are_told_of_each_step_once(run: Any) -> None:
         engine.observers.append(observer)
         engine.submit([[1]], SamplingParams(), request_id="a")
         processes.deliver(Deltas([SequenceDelta(0, "x", [5], [])], stats(1.0)))
-        processes.deliver(Deltas([], stats(1.0)))  # another worker's part of the same step
+        # Another worker's part of the same step, which tells of those that were read meanwhile.
+        processes.deliver(Deltas([], stats(1.0), [step(1), step(2)]))
         processes.deliver(Deltas([SequenceDelta(0, "x", [5], [], "stop")], stats(2.0)))
         assert observer.told == ["on_submit"] + ["on_delta", "on_stats"] + [
+            "on_step",
+            "on_step",
             "on_delta",
             "on_end",
             "on_stats",

@@ -165,6 +165,25 @@ def test_runs_stand_beside_the_limit(short: None, capsys: pytest.CaptureFixture[
         assert run["share"] == pytest.approx(limit.total_s / run["total_s"], rel=0.05)
 
 
+def test_all_steps_are_traced(short: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    command = ["bench", "offline", "--shape", "tiny", "--requests", "2", "--repeats", "1", *CPU]
+    assert main([*command, "--log-level", "error", "--trace-file", str(path)]) == 0
+    spans = [event for event in json.loads(path.read_text("utf-8")) if event["ph"] == "X"]
+    assert len(spans) == 4 * 2 * 6  # each step has four; the warm-up runs the same requests
+    steps = [span["args"] for span in spans if span["name"].startswith("step ")]
+    assert sum(args["prefill_tokens"] for args in steps) == 2 * 7
+    assert sum(args["decode_tokens"] for args in steps) == 2 * (3 + 5)
+
+
+def test_a_trace_that_can_not_be_written_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["bench", "offline", "--model", "/no/such/model", "--trace-file", "/no/such/t.json"]
+    assert main(command) == 2
+    assert "--trace-file '/no/such/t.json' can't be written" in capsys.readouterr().err
+
+
 def test_the_engine_is_configured_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineConfig] = []
 

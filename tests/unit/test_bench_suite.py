@@ -163,7 +163,9 @@ def test_what_the_suite_refuses(model: str, small: None) -> None:
         suite.bench_cpu_suite(model, short, repeats=1)
 
 
-@pytest.mark.parametrize("flags", [["--workload", "batch"], ["--compare", "transformers"]])
+@pytest.mark.parametrize(
+    "flags", [["--workload", "batch"], ["--compare", "transformers"], ["--trace-file", "t.json"]]
+)
 def test_the_suite_has_its_own_workloads(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

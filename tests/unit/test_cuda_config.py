@@ -40,7 +40,7 @@ def reasons(config: ResolvedConfig, name: str) -> list[str]:
         (GPU, {"dtype": "float32"}, True, "fused kernels for CUDA"),
         (GPU, {"attn": "torch"}, True, "fused kernels for CUDA"),
         (GPU, {"kernels": "reference"}, False, "--kernels reference"),
-        (BARE, {}, False, "Triton is not installed: plain PyTorch ops are much slower"),
+        (BARE, {}, False, "Triton is not installed; plain PyTorch ops are slower"),
         (BARE, {"kernels": "reference"}, False, "--kernels reference"),
     ],
 )
@@ -131,15 +131,15 @@ def test_steps_are_captured_up_to_the_largest_batch(options, size, why) -> None:
     [
         (CPU, MODEL, {}, "there are none on a CPU"),
         (GPU, MOE, {}, "the experts' sizes are read on the host in each step"),
-        (GPU, MODEL, {"attn": "torch"}, "--attn torch plans each step on the host"),
+        (GPU, MODEL, {"attn": "torch"}, "attention by torch plans each step on the host"),
         (
             WITH_FLASHINFER,
             MODEL,
             {"attn": "flashinfer"},
-            "--attn flashinfer plans each step on the host",
+            "attention by flashinfer plans each step on the host",
         ),
-        (GPU, MODEL, {"kernels": "reference"}, "--attn torch plans each step on the host"),
-        (BARE, MODEL, {}, "--attn torch plans each step on the host"),
+        (GPU, MODEL, {"kernels": "reference"}, "attention by torch plans each step on the host"),
+        (BARE, MODEL, {}, "attention by torch plans each step on the host"),
     ],
 )
 def test_steps_that_cannot_be_captured(hardware, model, options, why) -> None:

@@ -34,10 +34,10 @@ def test_ladder(max_bs: int, more_reqs: int, more_tokens: int, deterministic: bo
     sizes = [shape.num_tokens for shape in decode]
     assert sizes == sorted({*sizes})
     assert (sizes[0], sizes[-1]) == (1, max_bs)
-    # Padding is at most half of a small step, and 31 requests of a large one.
+    # Padding is at most half of a small step, a tenth or so of a large one.
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
         assert larger <= 2 * smaller or larger - smaller <= 16
-        assert larger - smaller <= 32
+        assert larger - smaller <= max(32, smaller // 4)
     for size, reqs, decodes, _ in decode:
         assert (reqs, decodes) == (size, 0 if deterministic else size)
 
@@ -105,6 +105,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         stream=lambda stream: nullcontext(),
         graph_pool_handle=object,
         synchronize=lambda device: None,
+        empty_cache=lambda: None,
     )
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda))
 

@@ -29,6 +29,7 @@ from minisgl.message import (
     SequenceDelta,
     StartFailed,
     StepDone,
+    StepTrace,
     Submit,
     TextReady,
     ToFront,
@@ -65,6 +66,7 @@ ENTRIES = [
 ]
 START = RequestStart(16, 1.5, 2.25, 3.125)
 STATS = EngineStats(4.5, 0.001, 3, 2, 64, 9, 100, 200, 300, 400, 50, 6)
+STEP = StepTrace(7, 3, 2, 64, True, 1.5, 1.75, 2.0, 2.0, 3.5, 2.25, 3.75)
 SUBMIT = Submit(10, [1, 2, 3], PARAMS, 2**64 - 1, [1, 5, 6], [1], -4, "sälty", 2)
 UPDATES = [
     TokenUpdate(1, 5, None, ENTRIES[0], ENTRIES, START),
@@ -82,7 +84,7 @@ FROM_SCHEDULER = [
     EngineReady(256, 4, 1024, 64, 16, "cpu", "float32", 2),
     StartFailed("CheckpointError", "no such file"),
     StepDone(UPDATES, STATS),
-    StepDone([], STATS),
+    StepDone([], STATS, [STEP, STEP]),
     Flushed(3, 12),
 ]
 TO_TEXT_WORKER = [
@@ -98,7 +100,7 @@ TO_FRONT = [
     Answer(1, [1, 2]),
     Answer(2, text="tëxt"),
     Refusal(3, "InvalidRequestError", "no", "prompt"),
-    Deltas(DELTAS, STATS),
+    Deltas(DELTAS, STATS, [STEP]),
     TextReady(1),
 ]
 SENT = [
@@ -124,7 +126,7 @@ def test_every_message_was_tried() -> None:
     unions = [ToScheduler, FromScheduler, ToTextWorker, ToFront]
     kinds = {kind for union in unions for kind in get_args(union)}
     assert kinds == {type(message) for message, _ in SENT}
-    inside = {RequestStart, TokenUpdate, EngineStats, SequenceDelta}
+    inside = {RequestStart, TokenUpdate, EngineStats, SequenceDelta, StepTrace}
     defined = {value for value in vars(messages).values() if isinstance(value, type)}
     assert kinds | inside == {kind for kind in defined if issubclass(kind, msgspec.Struct)}
 

@@ -17,7 +17,7 @@ from minisgl.message import RequestStart
 from minisgl.server.logs import RequestLogger, StatsLogger
 from minisgl.server.trace import TraceWriter
 from minisgl.utils.logger import configure_logging, get_logger
-from tests.unit.observed import deliver, generation, stats
+from tests.unit.observed import deliver, generation, stats, step
 
 START = RequestStart(2, received_s=100.5, started_s=101.0, first_token_s=103.0)
 
@@ -67,17 +67,32 @@ def test_a_request_is_drawn_as_queue_prefill_and_decode(tmp_path: Path) -> None:
     }
 
 
-def test_a_step_is_drawn_with_what_it_did(tmp_path: Path) -> None:
+def test_a_step_is_drawn_on_host_and_device(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = TraceWriter(str(path))
-    trace.on_stats(stats(1.0, 1, num_prefill_tokens=12, num_running=2, num_waiting=1))
-    trace.on_stats(stats(2.0, 2, num_prefill_tokens=12, num_decode_tokens=2, num_running=2))
+    facts = {"num_reqs": 3, "num_decode_tokens": 2, "num_prefill_tokens": 12}
+    trace.on_step(step(1, 1.0, is_replayed=True, **facts))
+    trace.on_step(step(2, 1.5))
     trace.close()
-    first, second = (spans(path)[f"step {number}"] for number in (1, 2))
-    assert (first["ts"], first["dur"]) == (750_000, 250_000)
-    assert first["args"] == {"tokens": 12, "running": 2, "waiting": 1}
-    assert second["args"] == {"tokens": 2, "running": 2, "waiting": 0}
-    assert first["tid"] == second["tid"] == 0
+    drawn = spans(path)
+    times = {name: (s["ts"] / 1e6, (s["ts"] + s["dur"]) / 1e6) for name, s in drawn.items()}
+    assert times == {
+        "plan 1": (1.0, 1.25),
+        "launch 1": (1.25, 1.5),
+        "read 1": (2.0, 2.25),
+        "step 1": (1.5, 2.25),
+        "plan 2": (1.5, 1.75),
+        "launch 2": (1.75, 2.0),
+        "read 2": (2.5, 2.75),
+        "step 2": (2.0, 2.75),
+    }
+    assert {name: s["tid"] for name, s in drawn.items() if name.endswith("1")} == {
+        "plan 1": 0, "launch 1": 0, "read 1": 0, "step 1": 1,
+    }  # fmt: skip
+    assert drawn["step 1"]["args"] == {
+        "requests": 3, "decode_tokens": 2, "prefill_tokens": 12, "cuda_graph": True,
+    }  # fmt: skip
+    assert drawn["step 2"]["args"]["cuda_graph"] is False
 
 
 def test_sequences_that_live_together_have_lanes_of_their_own_which_are_used_again(
@@ -94,9 +109,9 @@ def test_sequences_that_live_together_have_lanes_of_their_own_which_are_used_aga
     deliver(trace, second, 106.0, start=START, finish_reason="stop")
     trace.close()
     drawn = spans(path)
-    assert [drawn[name]["tid"] for name in ("r1", "r2", "r3")] == [1, 2, 1]
+    assert [drawn[name]["tid"] for name in ("r1", "r2", "r3")] == [2, 3, 2]
     names = {e["tid"]: e["args"]["name"] for e in events(path) if e["name"] == "thread_name"}
-    assert names == {0: "steps", 1: "lane 1", 2: "lane 2"}
+    assert names == {0: "host", 1: "device", 2: "lane 1", 3: "lane 2"}
 
 
 def test_each_of_several_sequences_is_named(tmp_path: Path) -> None:
@@ -138,7 +153,7 @@ def test_a_trace_of_nothing_is_valid_and_closing_twice_is_fine(tmp_path: Path) -
     trace = TraceWriter(str(path))
     trace.close()
     trace.close()
-    trace.on_stats(stats(1.0, 1))  # too late: nothing is written
+    trace.on_step(step(1))  # too late: nothing is written
     assert {event["ph"] for event in events(path)} == {"M"}
 
 
@@ -149,16 +164,16 @@ def test_events_reach_the_file_once_a_second(
     monkeypatch.setattr("minisgl.server.trace.time", SimpleNamespace(monotonic=lambda: now[0]))
     path = tmp_path / "trace.json"
     trace = TraceWriter(str(path))
-    trace.on_stats(stats(1.0, 1))
+    trace.on_step(step(1))
     assert path.read_text() == ""
     now[0] = 11.0
-    trace.on_stats(stats(2.0, 2))
-    assert path.read_text().count('"step ') == 2
+    trace.on_step(step(2))
+    assert path.read_text().count('"plan ') == 2
     now[0] = 11.9
-    trace.on_stats(stats(3.0, 3))
-    assert path.read_text().count('"step ') == 2
+    trace.on_step(step(3))
+    assert path.read_text().count('"plan ') == 2
     trace.close()
-    assert len(spans(path)) == 3
+    assert len(spans(path)) == 3 * 4
 
 
 def test_a_file_that_can_not_be_written_is_told_at_the_start(tmp_path: Path) -> None:
@@ -168,9 +183,9 @@ def test_a_file_that_can_not_be_written_is_told_at_the_start(tmp_path: Path) -> 
 
 def test_a_full_disk_ends_the_trace_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
     trace = TraceWriter("/dev/full")  # every write to it fails with "no space left"
-    trace.on_stats(stats(1.0, 1))
+    trace.on_step(step(1))
     trace.close()
-    trace.on_stats(stats(2.0, 2))
+    trace.on_step(step(2))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left" in caplog.text
 

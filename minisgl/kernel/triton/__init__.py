@@ -6,6 +6,5 @@ Invariant: no kernel needs anything of the host once it is launched: lengths and
 on the device, so that a captured graph stays right when they change.
 Read next: `runtime.py`, `norm.py`, then `decode.py`.
 
-Nothing is imported here: Triton is optional, and only `kernel/dispatch.py` asks whether it is
-there.
+Nothing is imported here: Triton is optional, and `resolve.py` decides whether it is used.
 """

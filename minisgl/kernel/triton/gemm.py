@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .runtime import INTERPRETED, enter, num_sms, pdl
+from .runtime import INTERPRETED, enter, num_sms, pdl, shared_bytes
 
 __all__ = ["invariant_linear"]
 
@@ -51,18 +51,28 @@ _GROUP_M = 8
 
 
 def invariant_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x W^T + bias`, in which a row's bits don't depend on T or on the row's place.
 
     `x [T, K]` with any row stride, `weight [N, K]` contiguous, `bias [N]`, all of one dtype of
-    float32, float16 and bfloat16; returns `[T, N]`, rounded once from a float32 sum.
+    float32, float16 and bfloat16; returns `[T, N]`, rounded once from a float32 sum, in `out` if
+    that is given.
     Raises `ValueError` otherwise. Semantics: `torch.nn.functional.linear`.
     """
     _check(x, weight, bias)
     rows, size = x.shape
     columns = weight.shape[0]
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    elif out.shape != (rows, columns) or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be {(rows, columns)} {x.dtype}, contiguous: it is {tuple(out.shape)} "
+            f"{out.dtype}"
+        )
     if out.numel() == 0:
         return out
     tile = _choose(rows, columns, x)
@@ -113,9 +123,12 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
-    """The widest tile that gives each multiprocessor a program, else the narrowest."""
+    """The widest tile that fits and gives each multiprocessor a program, else the narrowest."""
     tiles = _FLOAT32_TILES if x.dtype == torch.float32 else _TILES
+    most = shared_bytes(x.device)
     for tile in tiles:
+        if tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * x.itemsize > most:
+            continue
         programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
         # Tall tiles would mostly multiply rows that don't exist when x has few.
         if programs >= num_sms(x.device) and (tile.block_m <= 64 or rows > 64):

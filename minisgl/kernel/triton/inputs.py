@@ -182,7 +182,8 @@ def plan_prefill(counts: torch.Tensor, plan: PrefillPlan, block_tokens: int) -> 
     size = plan.rows.shape[0]
     _check(_INT32, 3, counts=counts)
     _check(_INT32, size + 1, starts=plan.starts)
-    _check(_INT32, 1, num_items=plan.num_items, items=plan.items.view(-1))
+    _check(_INT32, 1, num_items=plan.num_items)
+    _check(_INT32, 2, items=plan.items)
     _plan_kernel[(1,)](
         counts,
         plan.starts,
@@ -248,7 +249,7 @@ def _scatter_kernel(
 
 
 def _check(dtypes: tuple[torch.dtype, ...], size: int, **tensors: torch.Tensor) -> None:
-    """The last dimension must be contiguous, of `size` or more. Once a step, so it must be quick."""
+    """The last dimension must be contiguous, of `size` or more. Runs every step: so it is short."""
     for name, tensor in tensors.items():
         if tensor.dtype not in dtypes or tensor.stride(-1) != 1 or tensor.shape[-1] < size:
             raise ValueError(

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernel.triton.runtime import enter, pdl
+from .runtime import enter, pdl, shared_bytes
 
 __all__ = ["PrefillPlan", "Tiles", "block_tokens", "prefill_attention"]
 
@@ -361,13 +361,10 @@ def _size_class(head_dim: int) -> int:
 @functools.cache
 def _choose_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles that fit into the device's shared memory."""
-    table = _SMALL_TILES
     if dtype is torch.float32:
         table = _FLOAT32_TILES
-    elif device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the field
-        shared = properties.shared_memory_per_block_optin
-        table = _TILES if shared >= _MUCH_SHARED else _SMALL_TILES
+    else:
+        table = _TILES if shared_bytes(device) >= _MUCH_SHARED else _SMALL_TILES
     return table[_size_class(head_dim)]
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "enter", "num_sms", "pdl"]
+__all__ = ["INTERPRETED", "enter", "num_sms", "pdl", "shared_bytes"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Read once, as Triton does when a kernel is decorated."""
@@ -40,6 +41,15 @@ def has_pdl(device: torch.device) -> bool:
 def pdl(x: torch.Tensor) -> dict[str, bool]:
     """The launch arguments `PDL` and, where it is on, `launch_pdl`, for kernels on x's device."""
     return {"PDL": True, "launch_pdl": True} if has_pdl(x.device) else {"PDL": False}
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; no limit where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
