@@ -116,7 +116,8 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "tensor-parallel ranks; this version runs 1",
+        "tensor-parallel ranks, a process each: query heads must divide by it, and KV heads by it "
+        "or it by them",
         aliases=("--tensor-parallel-size", "--tp-size"),
     )
 
@@ -156,8 +157,6 @@ class EngineConfig:
                 "--schedule-policy lpm orders requests by their cached prefixes, and --cache naive "
                 "has none: use --cache radix or --schedule-policy fcfs"
             )
-        if self.tp != 1:
-            raise ConfigError(f"{flag_name('tp')} = {self.tp}: this version runs on one rank only")
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,8 @@ class ModelFacts:
     max_context: int
     rope_type: str = "default"
     head_dim: int = 128
+    num_qo_heads: int = 0
+    num_kv_heads: int = 0
     is_dense: bool = True
     """No layer is a mixture of experts."""
     quantized: bool = False
@@ -206,6 +207,7 @@ class ResolvedConfig:
     load_format: str
     logprobs_mode: str
     threads: int
+    tp: int
     reasons: tuple[str, ...] = ()
 
 

@@ -44,6 +44,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
     native = _native(config, hardware, model, cpu, choices)
     triton = _triton(config, hardware, cpu, choices)
     _check_length(config, model)
+    _check_ranks(config, hardware, model, cpu)
     running, budget = _batch_limits(config, device, choices)
     attn = _attn(config, hardware, model, dtype, triton, choices)
     return ResolvedConfig(
@@ -73,7 +74,13 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         cuda_graph_max_bs=_graphs(config, model, cpu, attn, running, choices),
         load_format=config.load_format,
         logprobs_mode=config.logprobs_mode,
-        threads=choose("threads", config.threads, hardware.num_cpus, "CPUs this process may use"),
+        threads=choose(
+            "threads",
+            config.threads,
+            max(1, hardware.num_cpus // config.tp),
+            "CPUs this process may use" if config.tp == 1 else "CPUs for each rank",
+        ),
+        tp=config.tp,
         reasons=tuple(choices.reasons),
     )
 
@@ -119,6 +126,8 @@ def _native(
         found = _Kernels(False, "--kernels reference")
     elif not hardware.has_native:
         found = _Kernels(False, "the native CPU kernels are not there")
+    elif config.tp > 1:
+        found = _Kernels(False, "they compute whole steps, and --tp ranks sum within one")
     elif not model.is_dense:
         found = _Kernels(False, "the model has experts, which the native CPU kernels don't compute")
     else:
@@ -280,6 +289,23 @@ def _check_length(config: EngineConfig, model: ModelFacts) -> None:
     if model.rope_type == "dynamic":
         why += ", and beyond it dynamic NTK angles depend on what else is in the batch"
     raise ConfigError(f"--max-model-len = {config.max_model_len}: {why}")
+
+
+def _check_ranks(config: EngineConfig, hardware: Hardware, model: ModelFacts, cpu: bool) -> None:
+    """Whether heads can be cut over the ranks, and whether each has a device."""
+    ranks, heads, kv_heads = config.tp, model.num_qo_heads, model.num_kv_heads
+    if ranks == 1:
+        return
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ConfigError(
+            f"--tp {ranks}: the model has {heads} query heads, which must divide by it, and "
+            f"{kv_heads} KV heads, which must divide by it or it by them"
+        )
+    if not cpu and hardware.num_gpus < ranks:
+        raise ConfigError(
+            f"--tp {ranks} needs as many GPUs, and torch sees {hardware.num_gpus}: lower it, or "
+            "use --device cpu"
+        )
 
 
 def _batch_limits(config: EngineConfig, device: str, choices: _Choices) -> tuple[int, int]:

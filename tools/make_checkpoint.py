@@ -114,8 +114,12 @@ def tensor_shapes(config: dict[str, Any]) -> Shapes:
     }
     for layer in range(config["num_hidden_layers"]):
         parts = _attention(config, biases, qk_norm=architecture.startswith("Qwen3"))
-        if architecture == "Qwen3MoeForCausalLM" and _is_sparse(config, layer):
+        if architecture == "MixtralForCausalLM":
+            parts |= _mixtral_experts(config)
+        elif architecture.endswith("MoeForCausalLM") and _is_sparse(config, layer):
             parts |= _experts(config)
+            if architecture == "Qwen2MoeForCausalLM":
+                parts |= _shared_expert(config)
         else:
             parts |= _mlp(hidden, config["intermediate_size"], biases.mlp, "mlp.")
         parts["input_layernorm.weight"] = (hidden,)
@@ -145,7 +149,9 @@ def _biases(architecture: str, config: dict[str, Any]) -> Biases:
     known = {
         "LlamaForCausalLM": Biases(attention, attention, bool(config.get("mlp_bias", False))),
         "MistralForCausalLM": Biases(False, False, False),
+        "MixtralForCausalLM": Biases(False, False, False),
         "Qwen2ForCausalLM": Biases(True, False, False),
+        "Qwen2MoeForCausalLM": Biases(bool(config.get("qkv_bias", True)), False, False),
         "Qwen3ForCausalLM": Biases(attention, attention, False),
         "Qwen3MoeForCausalLM": Biases(attention, attention, False),
     }
@@ -181,6 +187,24 @@ def _experts(config: dict[str, Any]) -> Shapes:
     shapes = _linear("mlp.gate", experts, hidden, False)
     for expert in range(experts):
         shapes |= _mlp(hidden, config["moe_intermediate_size"], False, f"mlp.experts.{expert}.")
+    return shapes
+
+
+def _shared_expert(config: dict[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["shared_expert_intermediate_size"]
+    gate = _linear("mlp.shared_expert_gate", 1, hidden, False)
+    return gate | _mlp(hidden, inner, False, "mlp.shared_expert.")
+
+
+def _mixtral_experts(config: dict[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config["num_local_experts"]
+    shapes = _linear("block_sparse_moe.gate", experts, hidden, False)
+    for expert in range(experts):
+        name = f"block_sparse_moe.experts.{expert}"
+        shapes |= _linear(f"{name}.w1", inner, hidden, False)  # gate
+        shapes |= _linear(f"{name}.w2", hidden, inner, False)  # down
+        shapes |= _linear(f"{name}.w3", inner, hidden, False)  # up
     return shapes
 
 

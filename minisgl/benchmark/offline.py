@@ -22,7 +22,8 @@ from minisgl.core import Req, SamplingParams
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
-from minisgl.scheduler import Scheduler, StepRecorder
+from minisgl.scheduler import Scheduler
+from minisgl.scheduler.recorder import StepRecorder
 from minisgl.server.trace import TraceWriter
 
 from .limits import read_bandwidth

@@ -151,7 +151,7 @@ def _measure(
         with traced(loaded, trace):
             runs = _run(loaded, jobs, repeats)
     finally:
-        built.engine.close()
+        built.close()
         del built, loaded
         gc.collect()  # the memory of one engine is needed for the next
         torch.cuda.empty_cache()

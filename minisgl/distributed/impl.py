@@ -10,7 +10,7 @@ __all__ = ["DistributedCommunicator"]
 
 
 class DistributedCommunicator:
-    """all_reduce and all_gather over the ranks; with one rank both return their input."""
+    """Collectives over the ranks; with one rank each returns its input."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place; returns `x`."""
@@ -19,6 +19,22 @@ class DistributedCommunicator:
             torch.distributed.all_reduce(x)
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x` on all ranks, in place; returns `x`."""
+        if get_tp_info().size > 1:
+            _require_group()
+            torch.distributed.broadcast(x, 0)
+        return x
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values, on all of them."""
+        if get_tp_info().size == 1:
+            return value
+        _require_group()
+        least = torch.tensor(value, dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        return int(least)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' equally shaped `[n, ...]` along dim 0: `[size * n, ...]`."""
         size = get_tp_info().size
@@ -26,8 +42,14 @@ class DistributedCommunicator:
             return x
         _require_group()
         out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, x.contiguous())
+        _all_gather(out, x.contiguous())
         return out
+
+
+# Renamed in torch 2.13.
+_all_gather = getattr(torch.distributed, "all_gather_single", None) or (
+    torch.distributed.all_gather_into_tensor
+)
 
 
 def _require_group() -> None:

@@ -27,9 +27,15 @@ _SINGLE = DistributedInfo(0, 1)
 _info: DistributedInfo | None = None
 
 
-def set_tp_info(rank: int, size: int) -> None:
-    """Say who this process is; allowed once, or again with the same values."""
+def set_tp_info(rank: int | None, size: int = 1) -> None:
+    """Say who this process is; allowed once, or again with the same values.
+
+    With `rank` None it is nobody in particular any more: its models are closed.
+    """
     global _info
+    if rank is None:
+        _info = None
+        return
     info = DistributedInfo(rank, size)
     if _info is not None and _info != info:
         raise RuntimeError(f"Tensor-parallel info is {_info} already; it can't become {info}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl.config import ResolvedConfig
+from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import ConfigError
 from minisgl.kvcache import KVShape
 from minisgl.utils import div_ceil
@@ -55,7 +56,8 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
         check_fits(config, pages * page_bytes, "the KV cache", "--num-pages")
     else:
         budget = _budget_bytes(config, page_bytes, measure_peak)
-        pages = budget // page_bytes
+        # Ranks decide alike only with as many pages each.
+        pages = DistributedCommunicator().smallest(budget // page_bytes, config.device)
         reason = f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes"
         if config.cache == "naive" and pages > useful:
             pages, reason = useful, f"num_pages = {useful}: what all requests can use at once"
@@ -81,7 +83,7 @@ def _table_bytes(config: ResolvedConfig, length: int) -> int:
 def _budget_bytes(config: ResolvedConfig, page_bytes: int, measure_peak: Callable[[], int]) -> int:
     """For pages: on a CPU a share of the memory; on CUDA what all else leaves of the share."""
     if config.device.type == "cpu":
-        return int(available_memory_bytes() * config.memory_ratio)
+        return int(available_memory_bytes() * config.memory_ratio / config.tp)
     free, total = torch.cuda.mem_get_info(config.device)
     try:
         peak = measure_peak()

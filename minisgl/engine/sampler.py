@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from minisgl.core import Req, TokenLogprobs
+from minisgl.distributed import DistributedCommunicator
 from minisgl.kernel import sampling
 from minisgl.utils.transfer import HostCopy, to_device
 
@@ -76,6 +77,7 @@ class Sampler:
         self._drawer = BatchDrawer(self._reference, device) if drawer is None else drawer
         self._penalties = self._drawer.penalties(token_pool)
         self._plan = SamplingPlan.of([], vocab_size)
+        self._comm = DistributedCommunicator()
 
     def attach(self, req: Req) -> None:
         """The token pool holds the tokens of `req` in its row; call it before it is sampled."""
@@ -99,13 +101,15 @@ class Sampler:
             self._plan = SamplingPlan.of(list(reqs), self._vocab_size)
         plan = self._plan
         work = self._process(logits, rows, positions)
-        tokens = self._drawer.choose(work, plan, positions, sent)
+        # Ranks have the same logits, up to what a device may round differently.
+        tokens = self._comm.broadcast(self._drawer.choose(work, plan, positions, sent))
         scores = None
         if plan.scored:
             index = self._tensor(np.array(plan.scored))
             scores = (logits if self._raw_logprobs else work)[index].float()
             if not self._raw_logprobs:
                 self._redraw(work, positions, tokens, scores)
+        self._comm.broadcast(tokens)  # ranks' logits may differ by what devices round differently
         if scores is None:
             return Sampled.plain(tokens, self._device)
         return self._with_logprobs(scores, tokens)

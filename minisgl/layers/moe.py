@@ -36,8 +36,19 @@ class MoELayer(BaseOP):
         self.renormalize = renormalize
         self._comm = DistributedCommunicator()
 
-    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """`x [T, hidden]`, `router_logits [T, E]` to `[T, hidden]`."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x [T, hidden]`, `router_logits [T, E]` to `[T, hidden]`.
+
+        `shared [T, hidden]` is this rank's part of what all tokens' expert gives: summed over the
+        ranks together with the rest.
+        """
         weights, ids = topk_softmax(router_logits, self.top_k, self.renormalize)
         out = grouped_experts(x, self.gate_up_proj, self.down_proj, weights, ids)
+        if shared is not None:
+            out = out + shared
         return self._comm.all_reduce(out)

@@ -52,7 +52,8 @@ class LLM:
         path = resolve_model_path(model)
         self.model_info = info = load_model_info(path)
         self.tokenizer = load_tokenizer(path)
-        self.scheduler, self.engine, _ = build_scheduler(path, info, self.config)
+        self._built = build_scheduler(path, info, self.config)
+        self.scheduler, self.engine = self._built.scheduler, self._built.engine
         self.max_model_len = self.engine.plan.max_model_len
         self._builder = RequestBuilder.of(info, self.tokenizer)
         self._sequences: dict[int, Sequence] = {}
@@ -153,7 +154,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._sequences.clear()
-            self.engine.close()
+            self._built.close()
 
     def __enter__(self) -> LLM:
         return self

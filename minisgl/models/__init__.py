@@ -1,8 +1,9 @@
 """Models and their weights: config, one decoder for all architectures, loaders.
 
 Owns: the shapes of supported models (`config.py`, `decoder.py`, `register.py`), the reading of
-checkpoints (`weight.py`, `gguf.py`) and which weights stay quantized (`quantize.py`). Does not
-own: the blocks (`layers/`), or memory for the KV cache (`kvcache/`).
+checkpoints (`weight.py`, `gguf.py`), each rank's part of them (`shard.py`) and which weights stay
+quantized (`quantize.py`). Does not own: the blocks (`layers/`), or memory for the KV cache
+(`kvcache/`).
 Invariant: the keys and shapes that `load_weight` yields are the model's `state_dict()`, plus at
 most the head of a tied model.
 Read next: `decoder.py`, then `minisgl/kvcache/`.
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from .config import ModelConfig, RotaryConfig
     from .quantize import plan_storage, set_storage
     from .register import create_model
-    from .weight import load_weight, shard_tensor
+    from .shard import shard_tensor
+    from .weight import load_weight
 
 _EXPORTS = {
     "ModelConfig": "config",
@@ -31,7 +33,7 @@ _EXPORTS = {
     "load_weight": "weight",
     "plan_storage": "quantize",
     "set_storage": "quantize",
-    "shard_tensor": "weight",
+    "shard_tensor": "shard",
 }
 
 __all__ = [

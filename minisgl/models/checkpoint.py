@@ -49,6 +49,9 @@ class ModelInfo:
             self.dtype,
             rotary.max_context,
             rope_type(rotary.scaling),
+            self.config.head_dim,
+            self.config.num_qo_heads,
+            self.config.num_kv_heads,
             is_dense=not self.config.is_moe,
             quantized=self.quantized,
         )

@@ -16,6 +16,7 @@ from .fields import MAX_SIZE, Fields, bad_field, shown
 __all__ = ["ModelConfig", "RotaryConfig", "token_ids"]
 
 _MAX_LAYERS = 10_000
+_MIXTRAL = "mixtral"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    """Of the expert that every token passes, weighted by a gate of its own; 0: there is none."""
     norm_topk_prob: bool = False
     mlp_only_layers: tuple[int, ...] = ()
     decoder_sparse_step: int = 1
@@ -95,14 +98,16 @@ class ModelConfig:
             hidden_size=hidden,
             vocab_size=fields.integer("vocab_size"),
             intermediate_size=fields.integer("intermediate_size"),
-            rms_norm_eps=fields.number("rms_norm_eps", 0, 1, default=1e-6, ends="[)"),
-            rotary_config=_rotary(fields, head_dim),
+            rms_norm_eps=fields.number(
+                "rms_norm_eps", 0, 1, default=1e-5 if model_type == _MIXTRAL else 1e-6, ends="[)"
+            ),
+            rotary_config=_rotary(fields, head_dim, 1e6 if model_type == _MIXTRAL else 1e4),
             hidden_act=fields.text("hidden_act", "silu"),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             eos_token_ids=token_ids(fields.get("eos_token_id"), "eos_token_id of the config"),
             **_biases(fields, model_type),
             **_window(config, fields, model_type, num_layers),
-            **_experts(fields),
+            **_experts(fields, model_type),
         )
 
     @property
@@ -191,7 +196,7 @@ _SCALING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _rotary(fields: Fields, head_dim: int) -> RotaryConfig:
+def _rotary(fields: Fields, head_dim: int, default_base: float) -> RotaryConfig:
     field = "rope_parameters" if fields.mapping("rope_parameters") else "rope_scaling"
     raw = fields.mapping(field)
     inner = Fields(raw, f"{field}.")
@@ -217,7 +222,7 @@ def _rotary(fields: Fields, head_dim: int) -> RotaryConfig:
         rotary_dim=rotary_dim,
         max_position=fields.integer("max_position_embeddings"),
         # Above 1: yarn divides by its logarithm. The table is float32, hence an upper end.
-        base=holder("rope_theta").number("rope_theta", 1, 1e30, default=10000.0, ends="(]"),
+        base=holder("rope_theta").number("rope_theta", 1, 1e30, default=default_base, ends="(]"),
         scaling=_scaling(raw, inner, rotary_dim),
     )
     if rotary.max_context > MAX_SIZE:
@@ -264,20 +269,27 @@ def _scaling_field(fields: Fields, name: str) -> Any:
 def _biases(fields: Fields, model_type: str) -> dict[str, Any]:
     if model_type == "qwen2":  # its config has no field for the bias it always has
         return {"attention_bias": True, "output_bias": False, "mlp_bias": False}
+    if model_type == "qwen2_moe":
+        qkv_bias = fields.flag("qkv_bias", True)
+        return {"attention_bias": qkv_bias, "output_bias": False, "mlp_bias": False}
+    if model_type == _MIXTRAL:
+        return {}
     bias = fields.flag("attention_bias")
     return {"attention_bias": bias, "output_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
 
 
 def _window(config: Any, fields: Fields, model_type: str, num_layers: int) -> dict[str, Any]:
-    if model_type != "mistral" and not (
+    on_all_layers = model_type in ("mistral", _MIXTRAL)
+    if not on_all_layers and not (
         model_type.startswith("qwen") and fields.flag("use_sliding_window")
     ):
         return {}
-    window: int | None = 4096  # absent is not null: the classes' default
+    # Absent is not null: the classes' default.
+    window: int | None = None if model_type == _MIXTRAL else 4096
     if hasattr(config, "sliding_window"):
         null = fields.get("sliding_window") is None
         window = None if null else fields.integer("sliding_window")
-    if model_type == "mistral":
+    if on_all_layers:
         return {"sliding_window": window}
     full = _full_layers(fields, model_type, num_layers)
     return {"sliding_window": window, "full_attention_layers": full}
@@ -285,12 +297,14 @@ def _window(config: Any, fields: Fields, model_type: str, num_layers: int) -> di
 
 def _full_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[int, ...]:
     """Qwen's layers without a window: named one by one, or the first `max_window_layers`."""
-    if model_type.endswith("_moe"):  # there every layer has the window
+    if model_type == "qwen3_moe":  # there every layer has the window
         return ()
     types = fields.texts("layer_types")
     if not types:
-        first = fields.integer("max_window_layers", 0, default=28)
-        return tuple(range(min(first, num_layers)))
+        limit = fields.integer("max_window_layers", 0, default=28)
+        if model_type == "qwen2_moe":  # every second layer below the limit has it
+            return tuple(i for i in range(num_layers) if i % 2 or i >= limit)
+        return tuple(range(min(limit, num_layers)))
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"Unsupported layer_types: {sorted(unknown)}")
@@ -300,17 +314,28 @@ def _full_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[int,
     return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
 
 
-def _experts(fields: Fields) -> dict[str, Any]:
-    # transformers 5 writes num_local_experts, the published configs have num_experts.
+def _experts(fields: Fields, model_type: str) -> dict[str, Any]:
+    # transformers 5 writes num_local_experts, Qwen's published configs have num_experts.
     num_experts = fields.integer("num_experts", 0, default=0)
-    num_experts = num_experts or fields.integer("num_local_experts", 0, default=0)
+    if not num_experts:
+        default = None if model_type == _MIXTRAL else 0
+        num_experts = fields.integer("num_local_experts", 0, default=default)
     if not num_experts:
         return {}
-    return {
+    experts: dict[str, Any] = {
         "num_experts": num_experts,
         "num_experts_per_tok": fields.integer("num_experts_per_tok", 1, num_experts),
+    }
+    if model_type == _MIXTRAL:  # all MLPs have experts, and weights are always normalized
+        inner = fields.integer("intermediate_size")
+        return {**experts, "moe_intermediate_size": inner, "norm_topk_prob": True}
+    experts |= {
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "norm_topk_prob": fields.flag("norm_topk_prob"),
         "mlp_only_layers": fields.integers("mlp_only_layers"),
         "decoder_sparse_step": fields.integer("decoder_sparse_step", default=1),
     }
+    if model_type == "qwen2_moe":
+        name = "shared_expert_intermediate_size"
+        experts[name] = fields.integer(name)
+    return experts

@@ -1,6 +1,6 @@
-"""The decoder that Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE share.
+"""The decoder that Llama, Mistral, Mixtral, Qwen2, Qwen3 and the Qwen-MoEs share.
 
-What differs between them is data: biases, windows and sizes in `ModelConfig`, and two
+What differs between them is data: biases, windows, experts and sizes in `ModelConfig`, and two
 switches, `has_qk_norm` and whether a layer's MLP has experts.
 """
 

@@ -17,7 +17,13 @@ __all__ = ["MODELS", "create_model"]
 MODELS: Registry[Callable[[ModelConfig], BaseLLMModel]] = Registry(
     "architecture", UnsupportedModelError
 )
-for _name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"):
+for _name in (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+):
     MODELS.register(_name, CausalLM)
 for _name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
     MODELS.register(_name, partial(CausalLM, has_qk_norm=True))

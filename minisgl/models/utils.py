@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
@@ -17,6 +18,7 @@ from minisgl.layers import (
     get_gated_activation,
     get_rope,
 )
+from minisgl.layers.quantized import apply_linear
 
 from .config import ModelConfig
 
@@ -56,8 +58,9 @@ class RopeAttn(BaseOP):
 class GatedMLP(BaseOP):
     """`down(act(gate(x)) * up(x))`: SwiGLU with the usual activation (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
+        """`inner` replaces the config's intermediate size."""
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         self.gate_up_proj = LinearColParallelMerged(hidden, [inner, inner], config.mlp_bias)
         self.down_proj = LinearRowParallel(inner, hidden, config.mlp_bias)
         self._act = get_gated_activation(config.hidden_act)
@@ -66,11 +69,22 @@ class GatedMLP(BaseOP):
         """`x [T, hidden]` to `[T, hidden]`."""
         return self.down_proj.forward(self._act(self.gate_up_proj.forward(x)))
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of the result without its bias, `[T, hidden]`."""
+        return apply_linear(self._act(self.gate_up_proj.forward(x)), self.down_proj.weight)
+
 
 class MoEMLP(BaseOP):
-    """A router (`gate`) and its experts."""
+    """A router (`gate`) and its experts; in Qwen2-MoE also one that every token passes.
+
+    `sum over the chosen of weight_e * expert_e(x)  +  sigmoid(shared_expert_gate(x)) * shared(x)`
+    """
 
     def __init__(self, config: ModelConfig) -> None:
+        if config.hidden_act != "silu":  # the grouped kernels have no other
+            raise UnsupportedModelError(
+                f"Unsupported activation: {config.hidden_act!r} in experts; supported: silu"
+            )
         self.gate = LinearReplicated(config.hidden_size, config.num_experts)
         self.experts = MoELayer(
             config.num_experts,
@@ -79,7 +93,15 @@ class MoEMLP(BaseOP):
             config.moe_intermediate_size,
             renormalize=config.norm_topk_prob,
         )
+        self._has_shared = config.shared_expert_intermediate_size > 0
+        if self._has_shared:
+            self.shared_expert = GatedMLP(config, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = LinearReplicated(config.hidden_size, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, hidden]` to `[T, hidden]`."""
-        return self.experts.forward(x, self.gate.forward(x))
+        shared = None
+        if self._has_shared:
+            share = torch.sigmoid(self.shared_expert_gate.forward(x))  # [T, 1]
+            shared = share * self.shared_expert.partial(x)
+        return self.experts.forward(x, self.gate.forward(x), shared)

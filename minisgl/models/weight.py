@@ -1,9 +1,9 @@
 """Streaming checkpoints into the model's own names and shapes.
 
     read (safetensors or GGUF, sorted by name, one tensor at a time)
+      -> this rank's shard          see `shard.py`; of safetensors nothing else is read
       -> checked                    that the target dtype can hold it
       -> blocks                     those that `storage` names, one by one; see `quantize.py`
-      -> this rank's shard          shard_tensor
       -> merged projections         q, k, v -> qkv_proj;  gate, up -> gate_up_proj
       -> packed experts             experts.0 ... experts.E-1 -> [E, ...]
       -> target dtype and device
@@ -17,7 +17,7 @@ that need no work are views of the mapped file; the system reads their pages whe
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,16 +26,17 @@ from tqdm import tqdm
 from minisgl.distributed import get_tp_info
 from minisgl.errors import CheckpointError, ModelNotFoundError
 from minisgl.kernel.quant import BLOCKS
-from minisgl.utils import partition
 from minisgl.utils.hf import is_gguf, read_json
 
 from .checkpoint import load_model_config
 from .fields import shown
 from .quantize import Storage, parts_by_tensor, quantize_parts
+from .shard import Cut, find_cut, shard_tensor, take
 
 __all__ = ["load_weight", "shard_tensor"]
 
 NamedTensor = tuple[str, torch.Tensor]
+FindCut = Callable[[str, Sequence[int]], Cut | None]
 
 _MERGED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -45,6 +46,8 @@ _MERGED = {
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
 _EXPERT = re.compile(r"^(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight$")
+_MIXTRAL_EXPERT = re.compile(r"(\.experts\.\d+)\.(w[123])\.")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,49 +70,27 @@ def load_weight(
     """
     config, tp = load_model_config(model_path), get_tp_info()
     parts = parts_by_tensor(storage or {})
+    blocks: dict[str, str] = {}
+
+    def cut_of(name: str, shape: Sequence[int]) -> Cut | None:
+        return find_cut(name, shape, tp.rank, tp.size, config.num_kv_heads)
+
     if is_gguf(model_path):
         blocks = {name: part.type for name, part in parts.items() if part.type in BLOCKS}
-        checked = _checked(_read_gguf(model_path, dtype, blocks), dtype, blocks)
+        whole = _read_gguf(model_path, dtype, blocks)
+        shards = _cut(whole, cut_of)
     else:
-        checked = _checked(_read_safetensors(model_path), dtype)
-    shards = (
-        (name, shard_tensor(name, tensor, tp.rank, tp.size, config.num_kv_heads))
-        for name, tensor in quantize_parts(checked, parts)
-    )
-    for name, tensor in _pack_experts(_merge(shards, dtype), config.num_experts, dtype):
+        shards = _read_safetensors(model_path, cut_of)
+    stored = quantize_parts(_checked(shards, dtype, blocks), parts)
+    for name, tensor in _pack_experts(_merge(stored, dtype), config.num_experts, dtype):
         target = tensor.dtype if dtype is None or tensor.dtype == torch.uint8 else dtype
         yield name, tensor.to(device=device, dtype=target).contiguous()
 
 
-def shard_tensor(
-    name: str, tensor: torch.Tensor, rank: int, size: int, num_kv_heads: int
-) -> torch.Tensor:
-    """The part of a checkpoint's tensor that rank `rank` of `size` holds; a view if it can be.
-
-    Attention projections are cut by head (KV heads are replicated when ranks outnumber them),
-    gate, up, down and the vocabulary by ceil division, norms and the router not at all.
-    """
-    if size == 1:
-        return tensor
-    module, kind = name.split(".")[-2:]
-    if module == "experts":  # packed already: [E, 2 I, hidden] and [E, hidden, I]
-        return _shard_packed(kind, tensor, rank, size)
-    if module in ("k_proj", "v_proj") and num_kv_heads < size:
-        head_rows = tensor.shape[0] // num_kv_heads
-        return tensor.narrow(0, rank * num_kv_heads // size * head_rows, head_rows)
-    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
-        return tensor.narrow(0, *partition(tensor.shape[0], rank, size))
-    if module in ("o_proj", "down_proj") and kind == "weight":
-        return tensor.narrow(1, *partition(tensor.shape[1], rank, size))
-    return tensor
-
-
-def _shard_packed(kind: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    if kind == "gate_up_proj":
-        gate, up = tensor.chunk(2, dim=1)
-        cut = partition(gate.shape[1], rank, size)
-        return torch.cat((gate.narrow(1, *cut), up.narrow(1, *cut)), dim=1)
-    return tensor.narrow(2, *partition(tensor.shape[2], rank, size))
+def _cut(tensors: Iterator[NamedTensor], cut_of: FindCut) -> Iterator[NamedTensor]:
+    """This rank's part of whole tensors."""
+    for name, tensor in tensors:
+        yield name, take(tensor, cut_of(name, tensor.shape))
 
 
 def _read_gguf(
@@ -120,8 +101,8 @@ def _read_gguf(
     yield from _progress(iter_gguf_tensors(path, dtype, blocks), gguf_num_tensors(path))
 
 
-def _read_safetensors(folder: str) -> Iterator[NamedTensor]:
-    """All tensors, file by file and sorted by name within a file."""
+def _read_safetensors(folder: str, cut_of: FindCut) -> Iterator[NamedTensor]:
+    """This rank's part of all tensors, file by file and sorted by name within a file."""
     from safetensors import SafetensorError, safe_open
 
     keys_of = _files(Path(folder))
@@ -140,11 +121,21 @@ def _read_safetensors(folder: str) -> Iterator[NamedTensor]:
                             raise CheckpointError(f"{key} is in two files, again in {file}")
                         seen.add(key)
                         if not key.endswith("rotary_emb.inv_freq"):  # old files store the table
-                            yield key, handle.get_tensor(key)
+                            part = handle.get_slice(key)
+                            name = _model_name(key)
+                            yield name, take(part, cut_of(name, part.get_shape()))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"Can't read {file}: {error}") from error
 
     yield from _progress(read(), sum(map(len, keys_of.values())) or None)
+
+
+def _model_name(key: str) -> str:
+    """A checkpoint's key as Qwen's checkpoints would have it: only Mixtral has other names."""
+    if ".block_sparse_moe." not in key:
+        return key
+    key = key.replace(".block_sparse_moe.", ".mlp.")
+    return _MIXTRAL_EXPERT.sub(lambda m: f"{m[1]}.{_MIXTRAL[m[2]]}.", key)
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

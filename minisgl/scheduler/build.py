@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from minisgl.config import EngineConfig, ResolvedConfig
 from minisgl.engine import Engine
+from minisgl.errors import EngineDeadError
 from minisgl.kernel.cpu import has_native
 from minisgl.kvcache import CACHES
 from minisgl.models import ModelInfo
@@ -17,7 +18,10 @@ from minisgl.utils.logger import get_logger
 from .planner import Limits
 from .scheduler import Scheduler
 
-__all__ = ["Built", "build_scheduler"]
+if TYPE_CHECKING:  # one rank needs no processes and their messages
+    from .ranks import Ranks
+
+__all__ = ["Built", "build_scheduler", "make_scheduler", "resolve_here"]
 
 logger = get_logger(__name__)
 
@@ -29,24 +33,60 @@ class Built(NamedTuple):
     engine: Engine
     config: ResolvedConfig
 
+    def close(self) -> None:
+        """End the other ranks, if there are any, and give the memory back."""
+        self.scheduler.close()
+        self.engine.close()
+
 
 def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
-    """Load the model at `path`, described by `info`; the reasons of what was chosen are logged."""
+    """Load the model at `path`, described by `info`; the reasons of what was chosen are logged.
+
+    With several ranks this process becomes rank 0, and the others' processes are started.
+    """
+    resolved = resolve_here(info, config)
+    for reason in resolved.reasons:
+        logger.info(reason)
+    if resolved.tp == 1:
+        return make_scheduler(path, info, resolved)
+    from .ranks import Ranks
+
+    ranks = Ranks(path, config, resolved.device)
+    try:
+        return make_scheduler(path, info, resolved, ranks)
+    except BaseException as error:
+        ranks.close()
+        if ranks.death is not None and isinstance(error, RuntimeError):
+            raise EngineDeadError(ranks.death) from error
+        raise
+
+
+def resolve_here(info: ModelInfo, config: EngineConfig) -> ResolvedConfig:
+    """The configuration for this machine."""
     hardware = Hardware.detect()
     facts = info.facts()
     on_cpu = config.device == "cpu" or (config.device == "auto" and not hardware.has_cuda)
-    if on_cpu and config.kernels == "auto" and facts.is_dense:  # only then: it may compile them
+    # Asked only where they would run: it may compile them.
+    if on_cpu and config.kernels == "auto" and facts.is_dense and config.tp == 1:
         hardware = replace(hardware, has_native=has_native())
-    resolved = resolve(config, hardware, facts)
-    for reason in resolved.reasons:
-        logger.info(reason)
+    return resolve(config, hardware, facts)
+
+
+def make_scheduler(
+    path: str, info: ModelInfo, resolved: ResolvedConfig, ranks: Ranks | None = None
+) -> Built:
+    """This rank's engine, and a scheduler that leads `ranks` if there are any."""
     engine = Engine(path, info.config, resolved)
     plan = engine.plan
-    scheduler = Scheduler(
+    parts = (
         engine,
         CACHES[resolved.cache](plan.num_pages, resolved.page_size),
         Limits(resolved.max_running_requests, resolved.max_prefill_length, plan.max_model_len),
-        policy=resolved.schedule_policy,
-        overlap=resolved.overlap,
     )
-    return Built(scheduler, engine, resolved)
+    policy, overlap = resolved.schedule_policy, resolved.overlap
+    if ranks is not None:
+        from .ranks import LeadingScheduler
+
+        leading = LeadingScheduler(*parts, ranks, policy=policy, overlap=overlap)
+        return Built(leading, engine, resolved)
+    return Built(Scheduler(*parts, policy=policy, overlap=overlap), engine, resolved)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from minisgl.core import Batch, Executor, PendingStep, Req, StepOutput, TokenLogprobs
 from minisgl.errors import InvalidRequestError
@@ -29,8 +29,10 @@ from minisgl.utils.logger import get_logger
 
 from .planner import Limits, Plan, Planner, Stats
 from .queue import WaitingQueue
-from .recorder import StepRecorder
 from .running import RunningSet
+
+if TYPE_CHECKING:  # it speaks in messages, which a scheduler alone does not need
+    from .recorder import StepRecorder
 
 __all__ = ["FinishReason", "Scheduler", "Update"]
 
@@ -184,6 +186,9 @@ class Scheduler:
         if not self._running.holders():
             self._check_idle()
         return updates
+
+    def close(self) -> None:
+        """Nothing to end; a scheduler that leads other ranks ends them."""
 
     def check_integrity(self) -> None:
         """Raise unless every page and row has exactly one owner; looks at all of them."""

@@ -18,7 +18,7 @@ import msgspec
 
 from minisgl.config import EngineConfig
 from minisgl.core import Req
-from minisgl.errors import MinisglError
+from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.message import (
     Abort,
     EngineReady,
@@ -108,6 +108,8 @@ class SchedulerWorker:
         """Call it; what fails in it ends no other request, unless everything fails."""
         try:
             function(*arguments)
+        except EngineDeadError:  # another rank is gone
+            raise
         except Exception:
             self._num_failed_steps += 1
             logger.exception("A step failed")

@@ -30,6 +30,7 @@ class Hardware:
     """Whether Triton's kernels can be compiled and run."""
     why_no_triton: str = "Triton is not installed"
     has_flashinfer: bool = False
+    num_gpus: int = 0
 
     @classmethod
     def detect(cls) -> Hardware:
@@ -41,6 +42,7 @@ class Hardware:
             torch.cuda.is_available(),
             has_triton=not why_no_triton,
             why_no_triton=why_no_triton,
+            num_gpus=torch.cuda.device_count(),
             has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
         )
 

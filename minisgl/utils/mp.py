@@ -182,12 +182,12 @@ def read_spec(kind: type[T]) -> T:
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
 
-def exit_with_parent(folder: str) -> None:
+def exit_with_parent(folder: str | None = None) -> None:
     """In a `Child`'s main, after `read_spec`: end this process when the parent closes its stdin.
 
     A service manager's SIGTERM reaches every process of a service, and how requests end is the
-    parent's to say: it is ignored here, and so is SIGINT. `folder`, that of the sockets, is removed
-    for a parent that can't do it any more.
+    parent's to say: it is ignored here, and so is SIGINT. `folder`, that of the sockets if there
+    are any, is removed for a parent that can't do it any more.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -195,7 +195,8 @@ def exit_with_parent(folder: str) -> None:
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        remove_folder(folder)
+        if folder is not None:
+            remove_folder(folder)
         os._exit(0)
 
     threading.Thread(target=watch, name="watch parent", daemon=True).start()

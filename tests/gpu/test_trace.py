@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from minisgl import LLM, SamplingParams
-from minisgl.scheduler import StepRecorder
+from minisgl.scheduler.recorder import StepRecorder
 from tests.gpu.small_models import published_config
 from tests.helpers import random_prompts
 

@@ -34,6 +34,15 @@ TINY = {
     "max_position_embeddings": 128,
 }
 EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Of these two no published config is here: what makes them of their dense kin's.
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama-3.2-1b-instruct", {"head_dim": 8}),
     "llama-biases": ("llama-3.1-8b-instruct", {"attention_bias": True, "mlp_bias": True}),
@@ -45,6 +54,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": (
         "qwen3-30b-a3b", {**EXPERTS, "mlp_only_layers": [1], "decoder_sparse_step": 2},
     ),
+    "qwen2-moe": ("qwen2.5-0.5b-instruct", QWEN2_MOE),
+    "qwen2-moe-mixed": (
+        "qwen2.5-0.5b-instruct", {**QWEN2_MOE, "qkv_bias": False, "mlp_only_layers": [3],
+                                  "decoder_sparse_step": 2},
+    ),
+    "mixtral": ("mistral-7b-v0.1", MIXTRAL),
 }  # fmt: skip
 
 
@@ -211,6 +226,60 @@ def test_model_config_from_hf(name: str, expected: ModelConfig) -> None:
         assert scaled.max_context == 131072
 
 
+@pytest.mark.parametrize("changes", [QWEN2_MOE, MIXTRAL], ids=["qwen2-moe", "mixtral"])
+def test_model_config_of_experts_in_both_layouts(changes: dict[str, Any]) -> None:
+    # rope_theta and rms_norm_eps are given: the classes' defaults have a test of their own.
+    raw = {**published("mistral-7b-v0.1"), **TINY, **changes}
+    config = read(raw)
+    assert read(in_layout_5(raw)) == config
+    assert ModelConfig.from_hf(AutoConfig.for_model(**raw)) == config
+    assert (config.num_experts, config.num_experts_per_tok) == (4, 2)
+    assert config.is_moe
+    if changes is MIXTRAL:  # the experts have the dense size, and nothing says otherwise
+        assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (48, 0)
+        assert config.norm_topk_prob
+        assert read({**raw, "norm_topk_prob": False, "mlp_only_layers": [0]}) == config
+    else:
+        assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (16, 24)
+        assert not config.norm_topk_prob
+        assert read({**raw, "norm_topk_prob": True}).norm_topk_prob
+
+
+def test_defaults_of_mixtral() -> None:
+    raw = {**published("mistral-7b-v0.1"), **TINY, **MIXTRAL}
+    bare = read(without(raw, "rope_theta", "rms_norm_eps", "sliding_window"))
+    theirs = AutoConfig.for_model("mixtral", **TINY)
+    assert bare.rotary_config.base == theirs.rope_parameters["rope_theta"] == 1e6
+    assert bare.rms_norm_eps == theirs.rms_norm_eps == 1e-5
+    assert bare.sliding_window is theirs.sliding_window is None
+    assert read({**raw, "sliding_window": 7}).layer_window(3) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({**MIXTRAL, "num_local_experts": None}, "has no 'num_local_experts'"),
+        ({**MIXTRAL, "num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be .* 1 to 4"),
+        ({**QWEN2_MOE, "num_experts_per_tok": 0}, "num_experts_per_tok = 0 must be .* 1 to 4"),
+        ({**QWEN2_MOE, "shared_expert_intermediate_size": None}, "no 'shared_expert_inter"),
+        ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, "shared_expert_.* = 0 must be"),
+        ({**QWEN2_MOE, "qkv_bias": 1}, "qkv_bias = 1 must be true or false"),
+        ({**QWEN2_MOE, "norm_topk_prob": "yes"}, "norm_topk_prob = 'yes' must be true or false"),
+    ],
+)  # fmt: skip
+def test_bad_fields_of_experts_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=field):
+        read({**published("mistral-7b-v0.1"), **TINY, **changes})
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_experts_have_one_activation(name: str) -> None:
+    base, changes = ARCHITECTURES[name]
+    raw = {**published(base), **TINY, **changes, "hidden_act": "gelu"}
+    with pytest.raises(ValueError, match="Unsupported activation: 'gelu' in experts"):
+        build(read(raw))
+
+
 def test_kv_bytes_per_token() -> None:
     # 2 (k and v) * 28 layers * 8 heads * 128 * 2 bytes
     assert QWEN3.kv_bytes_per_token(torch.bfloat16) == 114_688
@@ -264,6 +333,9 @@ def test_biases_follow_the_architecture() -> None:
     assert biases("llama-3.1-8b-instruct", mlp_bias=True) == (False, False, True)
     assert biases("mistral-7b-v0.1") == (False, False, False)
     assert biases("qwen2.5-0.5b-instruct") == (True, False, False)
+    assert biases("qwen2.5-0.5b-instruct", **QWEN2_MOE) == (True, False, False)
+    assert biases("qwen2.5-0.5b-instruct", **QWEN2_MOE, qkv_bias=False) == (False, False, False)
+    assert biases("mistral-7b-v0.1", **MIXTRAL, attention_bias=True) == (False, False, False)
     assert biases("qwen3-14b") == (False, False, False)
     assert biases("qwen3-30b-a3b", attention_bias=True) == (True, True, False)
 
@@ -281,6 +353,14 @@ def test_windows_follow_the_architecture() -> None:
         assert windows(name, **on) == [None, None, None, 8]
         assert windows(name, **on | {"use_sliding_window": False}) == [None] * 4
     assert windows("qwen3-30b-a3b", **on) == [8] * 4  # as in transformers
+    qwen2_moe = {**QWEN2_MOE, **on}
+    assert windows("qwen2.5-0.5b-instruct", **qwen2_moe) == [8, None, 8, None]  # likewise
+    types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    layers = {**qwen2_moe, "layer_types": types}
+    assert windows("qwen2.5-0.5b-instruct", **layers) == [None, 8, 8, None]
+    off = {**layers, "use_sliding_window": False}
+    assert windows("qwen2.5-0.5b-instruct", **off) == [None] * 4
+    assert windows("mistral-7b-v0.1", **MIXTRAL) == [4096] * 4
     assert windows("llama-3.1-8b-instruct", sliding_window=8) == [None] * 4
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from minisgl import LLM, SamplingParams
 from minisgl.errors import ConfigError
+from minisgl.models import load_weight
 from tests.helpers import (
     LOGIT_ATOL,
     TINY,
@@ -33,6 +35,9 @@ MAX_TOKENS = 64
 PROMPTS = random_prompts([1, 17, 40], TINY["vocab_size"], seed=5)
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 40}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
 # Shorter than the prompts, so that the window moves during prefill and during decoding.
 WINDOW = {"sliding_window": 9}
 LLAMA3 = {
@@ -88,15 +93,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-window": (
         "qwen3_moe", {"head_dim": 16, "use_sliding_window": True, **WINDOW, **MOE},
     ),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-tied-no-bias": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen2-moe-every-second": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
+    "qwen2-moe-window": (
+        "qwen2_moe", {**QWEN2_MOE, "use_sliding_window": True, "max_window_layers": 2, **WINDOW},
+    ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral-one-expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "mixtral-window": ("mixtral", {**MIXTRAL, **WINDOW, "head_dim": 24}),
+    "mixtral-tied-yarn": (  # transformers' yarn needs a head_dim that is not null
+        "mixtral", {**MIXTRAL, "tie_word_embeddings": True, "head_dim": 16, **rope(1e6, **YARN)},
+    ),
 }  # fmt: skip
-SEEDS = {"llama-yarn": 2, "mistral-tied-window": 1}
+SEEDS = {
+    "llama-yarn": 2, "mistral-tied-window": 1, "qwen2-moe-tied-no-bias": 1, "mixtral": 2,
+    "mixtral-defaults": 2, "4.x-qwen2-moe": 1,
+}  # fmt: skip
 """Where seed 0 makes two logits nearly tie somewhere."""
 
 
 def assert_same_greedy(model: Any, folder: str) -> None:
     """The engine's batch of all prompts gives what transformers gives for each alone."""
     with LLM(folder, dtype="float32", num_pages=64, max_prefill_length=64, threads=1) as llm:
-        assert llm.engine.config.native == (model.config.model_type != "qwen3_moe")
+        assert llm.engine.config.native == (model.config.model_type not in MOE_TYPES)
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -112,6 +138,91 @@ def test_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> None:
     model_type, changes = CASES[case]
     model = tiny_hf_model(model_type, SEEDS.get(case, 0), **changes)
     assert_same_greedy(model, save(model, tmp_path))
+
+
+EXPERTS = {
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **MOE}),
+    "qwen2-moe": ("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral-one-expert": ("mixtral", {**MIXTRAL, "num_experts_per_tok": 1}),
+}
+
+
+def skew_routing(model: Any) -> None:
+    """Make the routers rank the experts 2, 0, 1, 3 for all tokens.
+
+    A router has no bias, so all embeddings get a large first dimension, which alone it looks at.
+    The head doesn't, or all tokens would have much the same logits.
+    """
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] += 8.0
+        model.lm_head.weight[:, 0] = 0.0
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight[0] = 1.0
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[:, 0] = torch.tensor([0.1, 0.0, 0.2, -0.1])
+
+
+def chosen_experts(model: Any, prompt: list[int]) -> list[list[int]]:
+    """Of each layer the sorted experts that any token of the prompt is sent to."""
+    chosen: list[list[int]] = []
+
+    def look(_module: Any, _inputs: Any, output: Any) -> None:
+        chosen.append(output[2].unique().tolist())
+
+    hooks = [layer.mlp.gate.register_forward_hook(look) for layer in model.model.layers]
+    with torch.inference_mode():
+        model(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
+@pytest.mark.parametrize("skewed", [False, True], ids=["spread", "skewed"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_logits_of_experts_equal_transformers(case: str, skewed: bool, tmp_path: Path) -> None:
+    model_type, changes = EXPERTS[case]
+    model = tiny_hf_model(model_type, SEEDS.get(case, 0), **changes)
+    prompt = random_prompts([70], TINY["vocab_size"], seed=7)[0]
+    if skewed:
+        skew_routing(model)
+    used = [0, 2][-changes["num_experts_per_tok"] :] if skewed else [0, 1, 2, 3]
+    assert chosen_experts(model, prompt) == [used] * 3  # no token to any other
+    folder = save(model, tmp_path)
+    engine = make_engine(folder, dtype="float32", num_pages=8, threads=1)
+    theirs = hf_logits(model, prompt, range(70))
+    for chunk in (70, 16, 1):
+        assert_close(engine_logits(engine, prompt, range(70), chunk), theirs, LOGIT_ATOL, case)
+    engine.close()
+    assert_same_greedy(model, folder)
+
+
+def test_the_shared_expert_counts(tmp_path: Path) -> None:
+    # Were it or its gate left out, logits would be far off.
+    model = tiny_hf_model("qwen2_moe", **QWEN2_MOE)
+    prompt = random_prompts([20], TINY["vocab_size"], seed=7)[0]
+    full = hf_logits(model, prompt, range(20))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.shared_expert_gate.weight.zero_()  # a half for all tokens
+    half = hf_logits(model, prompt, range(20))
+    assert (full - half).abs().max() > 100 * LOGIT_ATOL
+    engine = make_engine(save(model, tmp_path), dtype="float32", num_pages=8, threads=1)
+    assert_close(engine_logits(engine, prompt, range(20), 20), half, LOGIT_ATOL)
+    engine.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_experts_that_transformers_saved_packed(case: str, tmp_path: Path) -> None:
+    model_type, changes = EXPERTS[case]
+    model = tiny_hf_model(model_type, **changes)
+    original = dict(load_weight(save(model, tmp_path / "original"), "cpu"))
+    model.save_pretrained(tmp_path / "packed", save_original_format=False)
+    packed = dict(load_weight(str(tmp_path / "packed"), "cpu"))
+    assert packed.keys() == original.keys()
+    assert all(torch.equal(packed[name], original[name]) for name in packed)
+    with safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in file.keys()  # noqa: SIM118
 
 
 # The same models under the configs of other times: null and absent fields, the 4.x layout.
@@ -134,6 +245,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "4.x-experts": ("qwen3_moe", {"head_dim": 16, **MOE},
                     {"num_local_experts": ..., "num_experts": 4}),
+    "4.x-mixtral": (
+        "mixtral", {**MIXTRAL, **rope(5e5)},
+        {"rope_parameters": ..., "rope_theta": 5e5, "sliding_window": ..., "head_dim": ...},
+    ),
+    "mixtral-defaults": (
+        "mixtral", MIXTRAL, {"rope_parameters": ..., "rms_norm_eps": ..., "sliding_window": ...},
+    ),
+    "4.x-qwen2-moe": (
+        "qwen2_moe", {**QWEN2_MOE, **rope(1e6)},
+        {"rope_parameters": ..., "rope_theta": 1e6, "qkv_bias": ..., "norm_topk_prob": ...,
+         "layer_types": ..., "mlp_only_layers": ..., "decoder_sparse_step": ...},
+    ),
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_rows_and_budget_fit_each_other():
         ({"page_size": True}, "--page-size = True"),
         ({"memory_ratio": 1.5}, "--memory-ratio = 1.5"),
         ({"dtype": "int3"}, "--dtype = 'int3': choose from auto, float32"),
-        ({"tp": 2}, "--tp = 2"),
+        ({"tp": 0}, "--tp = 0"),
         ({"cache": "lru"}, "--cache = 'lru': choose from radix, naive"),
         ({"schedule_policy": "sjf"}, "--schedule-policy = 'sjf': choose from fcfs, lpm"),
         ({"overlap": True}, "--overlap = True: choose from auto, on, off"),

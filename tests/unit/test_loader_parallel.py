@@ -9,6 +9,7 @@ import torch
 
 from minisgl.distributed import DistributedInfo
 from minisgl.models import shard_tensor
+from tests.helpers import assert_close
 from tests.unit.checkpoints import LAYER, checkpoint, load_into_model
 
 pytestmark = pytest.mark.usefixtures("clean_state")
@@ -103,3 +104,31 @@ def test_every_rank_loads_what_its_model_has(
         assert qkv.shape[0] == (12 // size + 2 * max(1, kv_heads // size)) * 4
         rows = [44, 44, 43] if size == 3 else [33, 33, 33, 32] if size == 4 else [66, 65]
         assert model.lm_head.weight.shape[0] == (131 if size == 1 else rows[rank])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_expert_layers_of_all_ranks_sum_to_the_whole(
+    shared: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 14,
+    } if shared else {}  # fmt: skip
+    folder = checkpoint(tmp_path, moe=True, num_key_value_heads=1, **changes)
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(0))
+    reduced: list[torch.Tensor] = []
+
+    def all_reduce(_self: object, part: torch.Tensor) -> torch.Tensor:
+        reduced.append(part)
+        return part
+
+    monkeypatch.setattr("minisgl.distributed.DistributedCommunicator.all_reduce", all_reduce)
+    whole = load_into_model(folder).model.layers[1].mlp.forward(x)
+    reduced.clear()
+    for rank in range(size):
+        monkeypatch.setattr("minisgl.distributed.info._info", DistributedInfo(rank, size))
+        load_into_model(folder).model.layers[1].mlp.forward(x)
+    assert len(reduced) == size  # once a layer, whether there is a shared expert or not
+    # Sums of 10 or 14 products of about 1e-2, in another order.
+    assert_close(torch.stack(reduced).sum(dim=0), whole, 1e-7)

@@ -34,6 +34,15 @@ def tiny(name: str, **changes: Any) -> dict[str, Any]:
     return {**config, **TINY, **changes}
 
 
+# Neither is among the published configs here: what makes them of their dense kin's.
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 ARCHITECTURES = {
     "llama": tiny("llama-3.2-1b-instruct", head_dim=8),
     "llama-biased": tiny("llama-3.2-1b-instruct", head_dim=8, attention_bias=True, mlp_bias=True),
@@ -46,6 +55,10 @@ ARCHITECTURES = {
                       moe_intermediate_size=16),
     "qwen3-moe-mixed": tiny("qwen3-30b-a3b", head_dim=16, num_experts=4, num_experts_per_tok=2,
                             moe_intermediate_size=16, mlp_only_layers=[2], decoder_sparse_step=2),
+    "qwen2-moe": tiny("qwen2.5-0.5b-instruct", **QWEN2_MOE),
+    "qwen2-moe-mixed": tiny("qwen2.5-0.5b-instruct", **QWEN2_MOE, qkv_bias=False,
+                            mlp_only_layers=[2], decoder_sparse_step=2),
+    "mixtral": tiny("mistral-7b-v0.1", **MIXTRAL),
 }  # fmt: skip
 
 

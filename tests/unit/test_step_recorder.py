@@ -11,8 +11,8 @@ import torch
 
 from minisgl.core import FinishedStep, StepOutput
 from minisgl.message import StepTrace
-from minisgl.scheduler import StepRecorder
 from minisgl.scheduler.planner import Plan
+from minisgl.scheduler.recorder import StepRecorder
 from tests.unit.scheduling import Made, drain, expected_output, make, make_req, outputs
 from tests.unit.test_scheduler_worker import Worker, submit
 
