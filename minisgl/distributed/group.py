@@ -13,7 +13,7 @@ from .info import get_tp_info, set_tp_info
 __all__ = ["CommandChannel", "find_store", "join_group", "leave_group", "make_store"]
 
 _FOREVER = timedelta(days=365)
-"""Ranks without work wait for commands; that one died is seen by its closed connection."""
+"""Ranks without work wait for commands; that rank 0 died is seen by its closed connection."""
 _INLINE = 4096
 """Bytes of a command list that go with the first broadcast."""
 _LENGTH = 8
@@ -52,8 +52,10 @@ def leave_group() -> None:
 class CommandChannel:
     """Bytes from rank 0 to all others, in order."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
+    def __init__(self, timeout_s: float) -> None:
+        """Rank 0 waits for a rank that takes nothing no longer than `timeout_s`."""
+        timeout = timedelta(seconds=timeout_s) if get_tp_info().is_primary() else _FOREVER
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._first = torch.zeros(_LENGTH + _INLINE, dtype=torch.uint8)
 
     def send(self, data: bytes) -> None:

@@ -101,8 +101,7 @@ class Sampler:
             self._plan = SamplingPlan.of(list(reqs), self._vocab_size)
         plan = self._plan
         work = self._process(logits, rows, positions)
-        # Ranks have the same logits, up to what a device may round differently.
-        tokens = self._comm.broadcast(self._drawer.choose(work, plan, positions, sent))
+        tokens = self._drawer.choose(work, plan, positions, sent)
         scores = None
         if plan.scored:
             index = self._tensor(np.array(plan.scored))

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from minisgl.config import EngineConfig, ResolvedConfig
+from minisgl.distributed import get_tp_info
 from minisgl.engine import Engine
-from minisgl.errors import EngineDeadError
+from minisgl.errors import ConfigError
 from minisgl.kernel.cpu import has_native
 from minisgl.kvcache import CACHES
 from minisgl.models import ModelInfo
@@ -32,6 +33,8 @@ class Built(NamedTuple):
     scheduler: Scheduler
     engine: Engine
     config: ResolvedConfig
+    ranks: Ranks | None = None
+    """The others' processes, where there are any."""
 
     def close(self) -> None:
         """End the other ranks, if there are any, and give the memory back."""
@@ -47,18 +50,23 @@ def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
     resolved = resolve_here(info, config)
     for reason in resolved.reasons:
         logger.info(reason)
+    if get_tp_info().size > 1:
+        raise ConfigError(
+            f"this process is a rank of an engine with --tp {get_tp_info().size}: close that first"
+        )
     if resolved.tp == 1:
         return make_scheduler(path, info, resolved)
     from .ranks import Ranks
 
     ranks = Ranks(path, config, resolved.device)
     try:
-        return make_scheduler(path, info, resolved, ranks)
-    except BaseException as error:
+        with ranks.failing_together():
+            built = make_scheduler(path, info, resolved, ranks)
+            ranks.wait_for("ready")
+    except BaseException:
         ranks.close()
-        if ranks.death is not None and isinstance(error, RuntimeError):
-            raise EngineDeadError(ranks.death) from error
         raise
+    return built
 
 
 def resolve_here(info: ModelInfo, config: EngineConfig) -> ResolvedConfig:
@@ -88,5 +96,5 @@ def make_scheduler(
         from .ranks import LeadingScheduler
 
         leading = LeadingScheduler(*parts, ranks, policy=policy, overlap=overlap)
-        return Built(leading, engine, resolved)
+        return Built(leading, engine, resolved, ranks)
     return Built(Scheduler(*parts, policy=policy, overlap=overlap), engine, resolved)

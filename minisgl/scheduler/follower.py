@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from contextlib import suppress
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from minisgl.config import EngineConfig
 from minisgl.distributed import CommandChannel, find_store, join_group
@@ -14,7 +17,7 @@ from minisgl.utils.logger import configure_logging, get_logger
 from minisgl.utils.mp import exit_with_parent, read_spec
 
 from .build import make_scheduler, resolve_here
-from .ranks import TIMEOUT_S, Follower, RankSpec
+from .ranks import GRACE_S, Follower, RankSpec
 
 logger = get_logger(__name__)
 
@@ -23,22 +26,34 @@ def main() -> None:
     """Join the group, load this rank's share, and do as rank 0 says."""
     spec = read_spec(RankSpec)
     exit_with_parent()
-    configure_logging(spec.log_level, "text")
+    configure_logging(spec.log_level, spec.log_format)
+    store = find_store(spec.port, spec.size)
     try:
-        config, info = EngineConfig(**spec.config), load_model_info(spec.model_path)
-        resolved = resolve_here(info, config)
-        if resolved.device.type == "cuda":
-            torch.cuda.set_device(spec.rank)
-        store = find_store(spec.port, spec.size)
-        join_group(spec.rank, spec.size, store, resolved.device, TIMEOUT_S)
-        channel = CommandChannel()
-        built = make_scheduler(spec.model_path, info, resolved)
-        Follower(built.scheduler, channel).run()
-    except Exception:
+        _follow(spec, store)
+    except Exception as error:
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            store.set(f"failed {spec.rank}", f"{type(error).__name__}: {error}")
+        # If rank 0 failed alike, or the cause is another rank's, this process is ended meanwhile.
+        time.sleep(2 * GRACE_S)
         logger.exception("Rank %d failed", spec.rank)
         sys.stderr.flush()
         os._exit(1)  # the group's threads may wait for peers that are gone
     os._exit(0)
+
+
+def _follow(spec: RankSpec, store: Store) -> None:
+    config, info = EngineConfig(**spec.config), load_model_info(spec.model_path)
+    resolved = resolve_here(info, config)
+    if resolved.device.type == "cuda":
+        torch.cuda.set_device(spec.rank)
+    store.set(f"here {spec.rank}", "")
+    join_group(spec.rank, spec.size, store, resolved.device, spec.timeout_s)
+    channel = CommandChannel(spec.timeout_s)
+    built = make_scheduler(spec.model_path, info, resolved)
+    store.set(f"ready {spec.rank}", "")
+    Follower(built.scheduler, channel).run()
+    if resolved.device.type == "cuda":
+        torch.cuda.synchronize()  # others wait for this rank's part of what was launched
 
 
 if __name__ == "__main__":

@@ -10,8 +10,12 @@ it lacks, others wait for in a collective.
 
 from __future__ import annotations
 
-import logging
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,8 +28,8 @@ from minisgl.distributed import CommandChannel, join_group, leave_group, make_st
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.kvcache import KVCache
 from minisgl.params import SamplingParams
-from minisgl.utils.logger import get_logger
-from minisgl.utils.mp import Child
+from minisgl.utils.logger import LogSettings, get_logger
+from minisgl.utils.mp import Child, how_ended
 
 from .planner import Limits
 from .scheduler import FinishReason, Scheduler, Update
@@ -36,6 +40,10 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 120.0
 """For one collective: longer than any step, even where several processes share few CPUs."""
+GRACE_S = 1.0
+"""A rank's end breaks its connections a moment before it is known who it was."""
+FAREWELL_S = 5.0
+"""For what ranks still have to do at the end."""
 
 
 class RankSpec(msgspec.Struct):
@@ -48,7 +56,10 @@ class RankSpec(msgspec.Struct):
     model_path: str
     config: dict[str, Any]
     """Fields of `EngineConfig`."""
-    log_level: str = "WARNING"
+    timeout_s: float
+    """For one collective."""
+    log_level: str
+    log_format: str
 
 
 class _Command(msgspec.Struct, tag=True, array_like=True):
@@ -124,51 +135,124 @@ class Ranks:
     """The other ranks' processes, as rank 0 sees them."""
 
     def __init__(self, model_path: str, config: EngineConfig, device: torch.device) -> None:
-        """Start them and join their group; raises `EngineDeadError` if one dies meanwhile."""
+        """Start them and join their group; raises `EngineDeadError` if one ends meanwhile."""
         if dist.is_initialized():
             raise ConfigError(
-                f"--tp {config.tp}: this process has a torch.distributed group already; close the "
-                "other engine first"
+                f"--tp {config.tp}: this process has a torch.distributed group of its own already"
             )
-        self._store = make_store(config.tp)
-        self._is_closed = False
         self.death: str | None = None
-        self._children = [
-            Child(
-                "minisgl.scheduler.follower",
-                RankSpec(
-                    rank,
-                    config.tp,
-                    self._store.port,
-                    os.path.abspath(model_path),
-                    vars(config),
-                    logging.getLevelName(logger.getEffectiveLevel()),
-                ),
-                self._exited,
-            )
-            for rank in range(1, config.tp)
-        ]
+        """Why no step can be made any more."""
+        self._has_died = threading.Event()
+        self._on_death: Callable[[], None] = lambda: None
+        self._ended = threading.Semaphore(0)  # once for each that did
+        self._is_closed = False
+        self._store = make_store(config.tp)
+        common = (
+            config.tp,
+            self._store.port,
+            os.path.abspath(model_path),
+            vars(config),
+            TIMEOUT_S,
+            *LogSettings.current(),
+        )
+        self._children: list[Child] = []
         try:
-            join_group(0, config.tp, self._store, device, TIMEOUT_S)
-            self.channel = CommandChannel()
+            for rank in range(1, config.tp):
+                spec, exited = RankSpec(rank, *common), partial(self._exited, rank)
+                self._children.append(Child("minisgl.scheduler.follower", spec, exited))
+            with self.failing_together():
+                self.wait_for("here")
+                join_group(0, config.tp, self._store, device, TIMEOUT_S)
+                self._channel = CommandChannel(TIMEOUT_S)
         except BaseException:
             self.close()
             raise
 
-    def _exited(self, child: Child, code: int) -> None:
-        if not self._is_closed and self.death is None:
-            self.death = f"a tensor-parallel rank (pid {child.pid}) ended with {code}"
-            logger.error("%s", self.death)
+    def wait_for(self, what: str) -> None:
+        """Until each has told `what`; raises `EngineDeadError` if one ends before."""
+        keys = [f"{what} {rank}" for rank in range(1, len(self._children) + 1)]
+        while not self._store.check(keys):
+            if self.death is not None:
+                raise self.failure()
+            time.sleep(0.01)
 
-    def close(self) -> None:
-        """End them all; any number of times."""
+    def send(self, commands: bytes) -> None:
+        """Tell all of them; raises `EngineDeadError` if that can't be."""
+        if self.death is not None:
+            raise self.failure()
+        try:
+            self._channel.send(commands)
+        except RuntimeError as error:
+            raise self.failure(error) from error
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """If another rank's end is what made the start fail, raise that."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._has_died.wait(GRACE_S):
+                raise self.failure() from error
+            raise
+
+    def failure(self, error: Exception | None = None) -> EngineDeadError:
+        """What to raise when `error` came of a step: for good, and naming who ended if one did."""
+        if error is not None and not self._has_died.wait(GRACE_S):
+            self._die(f"tensor-parallel rank 0 can't go on: {type(error).__name__}: {error}")
+        why = self.death or ""
+        for rank in range(1, len(self._children) + 1):
+            if self._store.check([f"failed {rank}"]):
+                why += f"; rank {rank}: {self._store.get(f'failed {rank}').decode()}"
+        return EngineDeadError(why)
+
+    def on_death(self, function: Callable[[], None]) -> None:
+        """Have it called, in a thread, as soon as a rank has ended that should not."""
+        self._on_death = function
+        if self.death is not None:
+            function()
+
+    def _exited(self, rank: int, child: Child, code: int) -> None:
+        """In the thread that waits for the child."""
+        self._ended.release()
+        if not self._is_closed and self.death is None:
+            self._die(f"tensor-parallel rank {rank} (pid {child.pid}) {how_ended(code)}")
+            # Not in this thread, for whose end those wait who end all children.
+            threading.Thread(target=self._on_death, name="on death", daemon=True).start()
+
+    def _die(self, why: str) -> None:
+        self.death = why
+        self._has_died.set()
+        logger.error("%s", why)
+
+    def close(self, farewell: bytes = b"") -> None:
+        """End them all; any number of times. Told `farewell`, they do first what they were told
+        before: rank 0's device may wait for their part of it."""
         if self._is_closed:
             return
         self._is_closed = True
-        for child in self._children:
-            child.stop()
+        if farewell and self.death is None:
+            with suppress(RuntimeError):
+                self._channel.send(farewell)
+                deadline = time.monotonic() + FAREWELL_S
+                for _ in self._children:
+                    self._ended.acquire(timeout=max(0, deadline - time.monotonic()))
+        self._stop(2.0)
         leave_group()
         del self._store
+
+    def kill(self) -> None:
+        """End them all at once; what this process waits for may never come."""
+        self._is_closed = True
+        self._stop(0.0)
+
+    def _stop(self, timeout_s: float) -> None:
+        threads = [
+            threading.Thread(target=child.stop, args=(timeout_s,)) for child in self._children
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 class LeadingScheduler(Scheduler):
@@ -218,26 +302,17 @@ class LeadingScheduler(Scheduler):
         try:
             return super().step()
         except Exception as error:
-            why = self._ranks.death or f"{type(error).__name__}: {error}"
-            raise EngineDeadError(f"the ranks can't go on: {why}") from error
+            raise self._ranks.failure(error) from error
         finally:
             self._is_told = False
 
-    def _tell(self, last: _Flush | _Step | _Stop) -> None:
+    def _tell(self, last: _Flush | _Step) -> None:
         commands, self._commands = [*self._commands, last], []
-        if self._ranks.death is not None:
-            raise EngineDeadError(f"the ranks can't go on: {self._ranks.death}")
-        try:
-            self._ranks.channel.send(self._encoder.encode(commands))
-        except RuntimeError as error:
-            why = self._ranks.death or str(error)
-            raise EngineDeadError(f"the ranks can't go on: {why}") from error
+        self._ranks.send(self._encoder.encode(commands))
 
     def close(self) -> None:
         """Let the others end."""
-        if self._ranks.death is None:
-            self._tell(_Stop())
-        self._ranks.close()
+        self._ranks.close(self._encoder.encode([_Stop()]))
 
 
 class Follower:

@@ -221,7 +221,20 @@ def main() -> int:
         built.scheduler.recorder = StepRecorder.of(built.engine)
     freeze_heap()
     front.send(_ready(built))
-    SchedulerWorker(built.scheduler, receiver, front, routes).run()
+    if built.ranks is not None:
+        # From wherever it is noticed first: a step may wait for a dead rank for long.
+        built.ranks.on_death(lambda: _end(built))
+    try:
+        SchedulerWorker(built.scheduler, receiver, front, routes).run()
+    except EngineDeadError:  # another rank's end, which was logged
+        _end(built)
+
+
+def _end(built: Built) -> NoReturn:
+    """End this process and the other ranks' at once, whatever they wait for."""
+    if built.ranks is not None:
+        built.ranks.kill()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from minisgl.scheduler.worker import WorkerSpec
 from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.renderer import TemplateRenderer
 from minisgl.utils.logger import get_logger
-from minisgl.utils.mp import Child, Receiver, Sender, make_socket_folder, remove_folder
+from minisgl.utils.mp import Child, Receiver, Sender, how_ended, make_socket_folder, remove_folder
 
 from .text import ProcessText, ThreadText, error_named
 from .text_worker import TextWorkerSpec
@@ -183,7 +182,7 @@ class Processes:
     def _child_ended(self, child: Child, code: int) -> None:
         if self._closer is not None:
             return
-        error = EngineDeadError(f"the process {child.module} (pid {child.pid}) {_how(code)}")
+        error = EngineDeadError(f"the process {child.module} (pid {child.pid}) {how_ended(code)}")
         if not self.is_ready:
             # Its own message says more and may still be on the way.
             self._loop.call_later(0.5, self._fail_start, error)
@@ -195,13 +194,3 @@ class Processes:
     def _fail_start(self, error: EngineDeadError) -> None:
         if not self._started.done():
             self._started.set_exception(error)
-
-
-def _how(code: int) -> str:
-    """How a process came to its exit code."""
-    if code >= 0:
-        return f"ended with {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal: most have no name
-        return f"was killed by signal {-code}"

@@ -6,8 +6,9 @@ import functools
 import json
 import logging
 from datetime import datetime, timezone
+from typing import NamedTuple
 
-__all__ = ["JsonFormatter", "configure_logging", "get_logger", "log_once"]
+__all__ = ["JsonFormatter", "LogSettings", "configure_logging", "get_logger", "log_once"]
 
 _HANDLER = "minisgl console"
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -34,6 +35,21 @@ def configure_logging(level: str = "WARNING", form: str = "text") -> None:
         if handler.get_name() == _HANDLER:
             handler.setFormatter(formatter)
     root.setLevel(level.upper())
+
+
+class LogSettings(NamedTuple):
+    """What `configure_logging` takes."""
+
+    level: str
+    form: str
+
+    @classmethod
+    def current(cls) -> LogSettings:
+        """Those of this process, for its children."""
+        root = logging.getLogger("minisgl")
+        json_lines = any(isinstance(h.formatter, JsonFormatter) for h in root.handlers)
+        level = logging.getLevelName(root.getEffectiveLevel())
+        return cls(level, "json" if json_lines else "text")
 
 
 class JsonFormatter(logging.Formatter):

@@ -33,6 +33,7 @@ __all__ = [
     "Sender",
     "exit_with_parent",
     "freeze_heap",
+    "how_ended",
     "make_socket_folder",
     "read_spec",
     "remove_folder",
@@ -43,6 +44,7 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 _IMPORT_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds this `minisgl`
+_running: set[Child] = set()  # children of this process that have not ended
 _MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the name of a Unix socket
 
 
@@ -151,6 +153,7 @@ class Child:
             cwd=_IMPORT_ROOT,
             start_new_session=True,
         )
+        _running.add(self)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died already: `on_exit` tells
             self._process.stdin.write(msgspec.json.encode(spec) + b"\n")
@@ -164,7 +167,13 @@ class Child:
         return self._process.pid
 
     def _watch(self) -> None:
-        self._on_exit(self, self._process.wait())
+        code = self._process.wait()
+        _running.discard(self)
+        self._on_exit(self, code)
+
+    def kill(self) -> None:
+        """End it at once, also if it is stopped; does not wait."""
+        self._process.kill()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Let it end by closing its stdin; kill it if it takes longer. Waits for its end."""
@@ -177,6 +186,16 @@ class Child:
             self._watcher.join()
 
 
+def how_ended(code: int) -> str:
+    """In words how a `Child` came to its exit code."""
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal: most have no name
+        return f"was killed by signal {-code}"
+
+
 def read_spec(kind: type[T]) -> T:
     """In a `Child`'s main: its arguments."""
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
@@ -187,7 +206,8 @@ def exit_with_parent(folder: str | None = None) -> None:
 
     A service manager's SIGTERM reaches every process of a service, and how requests end is the
     parent's to say: it is ignored here, and so is SIGINT. `folder`, that of the sockets if there
-    are any, is removed for a parent that can't do it any more.
+    are any, is removed for a parent that can't do it any more. Children of this process are killed:
+    one that is stopped would not see that its stdin ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -197,6 +217,8 @@ def exit_with_parent(folder: str | None = None) -> None:
             pass
         if folder is not None:
             remove_folder(folder)
+        for child in list(_running):
+            child.kill()
         os._exit(0)
 
     threading.Thread(target=watch, name="watch parent", daemon=True).start()

@@ -282,7 +282,7 @@ def test_two_streams_at_once_and_a_call_in_between(llm: LLM, expected: list[int]
         ({"page_size": 0}, "--page-size = 0"),
         ({"page_size": True}, "--page-size = True"),
         ({"page_size": "16"}, "--page-size = '16'"),
-        ({"tp": 2}, "--tp = 2"),
+        ({"tp": 2}, "--tp 2: the model has 9 query heads"),
         ({"dtype": "int8"}, "--dtype = 'int8'"),
         ({"dtype": None}, "--dtype = None"),
         ({"memory_ratio": 0}, "--memory-ratio = 0"),
