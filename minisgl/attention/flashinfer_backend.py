@@ -23,10 +23,11 @@ import torch
 
 from minisgl.core import QKV, Batch, ModelInputs
 from minisgl.errors import ConfigError
-from minisgl.kernel.triton.rope import qk_norm_rope_store
 from minisgl.kernel.triton.runtime import num_sms
 from minisgl.kvcache import KVPool
 from minisgl.utils.transfer import to_device
+
+from .fused import store_qkv
 
 __all__ = ["FlashInferBackend", "FlashInferMetadata"]
 
@@ -168,23 +169,7 @@ class FlashInferBackend:
 
     def forward_qkv(self, qkv: QKV, layer_id: int, batch: ModelInputs) -> torch.Tensor:
         """From the projections `[T, (Hq + 2 Hk) D]` to `[T, Hq, D]`; stores keys and values."""
-        k_slots, v_slots = self._pool.slots(layer_id)
-        qk_norm_rope_store(
-            qkv.projected,
-            batch.positions,
-            batch.out_loc,
-            k_slots,
-            v_slots,
-            qkv.cos_sin_cache,
-            qkv.num_qo_heads,
-            qkv.num_kv_heads,
-            qkv.head_dim,
-            qkv.q_weight,
-            qkv.k_weight,
-            qkv.eps,
-        )
-        width = qkv.num_qo_heads * qkv.head_dim
-        q = qkv.projected[:, :width].unflatten(-1, (qkv.num_qo_heads, qkv.head_dim))
+        q = store_qkv(self._pool, qkv, layer_id, batch)
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
         pages, wrappers = self._pool.pages(layer_id), self._wrappers[self._windows[layer_id]]

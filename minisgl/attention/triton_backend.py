@@ -23,9 +23,10 @@ from minisgl.core import QKV, ModelInputs
 from minisgl.kernel.triton.decode import DecodePlan, decode_attention, plan_decode
 from minisgl.kernel.triton.inputs import plan_prefill
 from minisgl.kernel.triton.prefill import PrefillPlan, block_tokens, prefill_attention
-from minisgl.kernel.triton.rope import qk_norm_rope_store
 from minisgl.kvcache import KVPool
 from minisgl.utils import div_ceil
+
+from .fused import store_qkv
 
 __all__ = ["StepTables", "TritonBackend", "TritonMetadata"]
 
@@ -125,24 +126,7 @@ class TritonBackend:
 
         Rows of padding tokens are left as they are.
         """
-        k_slots, v_slots = self._pool.slots(layer_id)
-        qk_norm_rope_store(
-            qkv.projected,
-            batch.positions,
-            batch.out_loc,
-            k_slots,
-            v_slots,
-            qkv.cos_sin_cache,
-            qkv.num_qo_heads,
-            qkv.num_kv_heads,
-            qkv.head_dim,
-            qkv.q_weight,
-            qkv.k_weight,
-            qkv.eps,
-        )
-        width = qkv.num_qo_heads * qkv.head_dim
-        q = qkv.projected[:, :width].unflatten(-1, (qkv.num_qo_heads, qkv.head_dim))
-        return self._attend(q, layer_id, batch)
+        return self._attend(store_qkv(self._pool, qkv, layer_id, batch), layer_id, batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ModelInputs
