@@ -30,4 +30,5 @@ def store_qkv(pool: KVPool, qkv: QKV, layer_id: int, batch: ModelInputs) -> torc
         qkv.eps,
     )
     width = qkv.num_qo_heads * qkv.head_dim
-    return qkv.projected[:, :width].unflatten(-1, (qkv.num_qo_heads, qkv.head_dim))
+    q: torch.Tensor = qkv.projected[:, :width].unflatten(-1, (qkv.num_qo_heads, qkv.head_dim))
+    return q

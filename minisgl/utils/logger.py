@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import sys
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 __all__ = ["JsonFormatter", "LogSettings", "configure_logging", "get_logger", "log_once"]
 
@@ -27,7 +28,7 @@ def configure_logging(level: str = "WARNING", form: str = "text") -> None:
     """
     root = logging.getLogger("minisgl")
     if not root.handlers:
-        console = logging.StreamHandler()
+        console = _Console()
         console.set_name(_HANDLER)
         root.addHandler(console)
     formatter = JsonFormatter() if form == "json" else logging.Formatter(_TEXT_FORMAT)
@@ -35,6 +36,19 @@ def configure_logging(level: str = "WARNING", form: str = "text") -> None:
         if handler.get_name() == _HANDLER:
             handler.setFormatter(formatter)
     root.setLevel(level.upper())
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what `sys.stderr` is when a line comes: who replaced it may have closed the old."""
+
+    @property
+    def stream(self) -> TextIO:
+        """Where the next line goes."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """The base class sets it; it is not kept."""
 
 
 class LogSettings(NamedTuple):

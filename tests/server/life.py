@@ -119,6 +119,14 @@ def load(url: str) -> Load:
     return Load(*(float(values[f"minisgl:{name}"]) for name in names))
 
 
+def _arguments(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has just ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
 class Watched:
     """A server with a folder of its own for temporary files, and whom it started."""
 
@@ -146,7 +154,7 @@ class Watched:
             found = []
         for child in found:
             self._seen.setdefault(child.pid, child)
-        return [child for child in found if module is None or module in child.cmdline()]
+        return [child for child in found if module is None or module in _arguments(child)]
 
     def child(self, module: str) -> psutil.Process:
         """The one child that runs a module."""
