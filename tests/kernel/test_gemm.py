@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl.kernel.linear import linear
+from minisgl.kernel.triton import gemm
 from minisgl.kernel.triton.gemm import _TILES, invariant_linear
 
 
@@ -98,3 +100,30 @@ def test_bits_do_not_depend_on_the_batch(
     for rows in (1, 8, 64, 256, 999):
         assert torch.equal(invariant_linear(x[:rows], weight), whole[:rows])
         assert torch.equal(invariant_linear(x[1000 - rows :], weight), whole[1000 - rows :])
+
+
+@pytest.mark.parametrize("shared", [101_376, 167_936, 232_448])  # of an L4, an A100, an H100
+def test_tiles_fit_the_device(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "shared_bytes", lambda device: shared)
+    x = torch.zeros(4096, 64, dtype=torch.bfloat16)
+    for rows in (1, 64, 65, 4096):
+        tile = gemm._choose(rows, 8192, x)
+        assert (tile.num_stages - 1) * (tile.block_m + tile.block_n) * tile.block_k * 2 <= shared
+    assert (gemm._choose(4096, 8192, x) == _TILES[0]) == (shared > 150_000)
+
+
+@pytest.mark.parametrize("function", [linear, invariant_linear])
+def test_results_go_where_they_are_told(device: torch.device, function) -> None:
+    x = random(device, torch.float32, 5, 32)
+    weight = random(device, torch.float32, 20, 32)
+    buffer = torch.full((8, 20), float("nan"), device=device)
+    assert function(x, weight, None, buffer[:5]).data_ptr() == buffer.data_ptr()
+    assert torch.equal(buffer[:5], function(x, weight)) and buffer[5:].isnan().all()
+
+
+def test_a_place_that_does_not_fit_is_refused(device: torch.device) -> None:
+    x, weight = random(device, torch.float32, 5, 32), random(device, torch.float32, 20, 32)
+    with pytest.raises(ValueError, match=r"out must be \(5, 20\)"):
+        invariant_linear(x, weight, None, torch.empty(4, 20, device=device))
+    with pytest.raises(ValueError, match="without a bias"):
+        linear(x, weight, weight[:, 0], torch.empty(5, 20, device=device))

@@ -127,7 +127,9 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     tiles = _FLOAT32_TILES if x.dtype == torch.float32 else _TILES
     most = shared_bytes(x.device)
     for tile in tiles:
-        if tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * x.itemsize > most:
+        # One stage fewer than are under way lies in shared memory, as Triton compiles it.
+        step_bytes = (tile.block_m + tile.block_n) * tile.block_k * x.itemsize
+        if (tile.num_stages - 1) * step_bytes > most:
             continue
         programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
         # Tall tiles would mostly multiply rows that don't exist when x has few.
