@@ -296,10 +296,14 @@ def _check_ranks(config: EngineConfig, hardware: Hardware, model: ModelFacts, cp
     ranks, heads, kv_heads = config.tp, model.num_qo_heads, model.num_kv_heads
     if ranks == 1:
         return
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+    possible = [
+        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
+    ]
+    if ranks not in possible:
         raise ConfigError(
             f"--tp {ranks}: the model has {heads} query heads, which must divide by it, and "
-            f"{kv_heads} KV heads, which must divide by it or it by them"
+            f"{kv_heads} KV heads, which must divide by it or it by them; choose from "
+            f"{', '.join(map(str, possible))}"
         )
     if not cpu and hardware.num_gpus < ranks:
         raise ConfigError(
