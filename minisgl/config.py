@@ -120,6 +120,11 @@ class EngineConfig:
         "or it by them",
         aliases=("--tensor-parallel-size", "--tp-size"),
     )
+    ep: bool = option(
+        False,
+        "expert parallelism: each of the --tp ranks holds whole experts, not a part of each",
+        aliases=("--enable-expert-parallel",),
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -148,8 +153,10 @@ class EngineConfig:
         ratio = self.memory_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
             raise ConfigError(f"{flag_name('memory_ratio')} = {ratio!r} must be above 0, at most 1")
-        if type(self.deterministic) is not bool:
-            raise ConfigError(f"--deterministic = {self.deterministic!r} must be True or False")
+        for name in ("deterministic", "ep"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ConfigError(f"{flag_name(name)} = {value!r} must be True or False")
         if self.threads is not None and self.threads > _MAX_THREADS:
             raise ConfigError(f"--threads = {self.threads} must be at most {_MAX_THREADS}")
         if self.schedule_policy == "lpm" and self.cache == "naive":
@@ -169,8 +176,8 @@ class ModelFacts:
     head_dim: int = 128
     num_qo_heads: int = 0
     num_kv_heads: int = 0
-    is_dense: bool = True
-    """No layer is a mixture of experts."""
+    num_experts: int = 0
+    """Of each layer that is a mixture of experts; 0 where none is."""
     quantized: bool = False
     """Some matrix is stored in blocks that can be computed with as they are."""
 
@@ -208,6 +215,8 @@ class ResolvedConfig:
     logprobs_mode: str
     threads: int
     tp: int
+    ep: bool
+    """Whether ranks hold whole experts."""
     reasons: tuple[str, ...] = ()
 
 

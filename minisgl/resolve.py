@@ -81,6 +81,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
             "CPUs this process may use" if config.tp == 1 else "CPUs for each rank",
         ),
         tp=config.tp,
+        ep=config.ep,
         reasons=tuple(choices.reasons),
     )
 
@@ -128,7 +129,7 @@ def _native(
         found = _Kernels(False, "the native CPU kernels are not there")
     elif config.tp > 1:
         found = _Kernels(False, "they compute whole steps, and --tp ranks sum within one")
-    elif not model.is_dense:
+    elif model.num_experts:
         found = _Kernels(False, "the model has experts, which the native CPU kernels don't compute")
     else:
         found = _Kernels(True, "the native CPU kernels compute dense models")
@@ -196,8 +197,6 @@ def _graphs(
         why = "there are none on a CPU"
     elif attn != "triton":
         why = f"attention by {attn} plans each step on the host"
-    elif not model.is_dense:
-        why = "the experts' sizes are read on the host in each step"
     else:
         default = "as many as max_running_requests"
         most = None if asked is None else min(asked, running)
@@ -265,8 +264,6 @@ def _deterministic(
         )
     if attn != "triton":
         raise ConfigError(f"--deterministic on CUDA needs --attn triton, not {attn}")
-    if not model.is_dense:
-        raise ConfigError("--deterministic on CUDA is for dense models: leave it out")
     return True
 
 
@@ -294,6 +291,8 @@ def _check_length(config: EngineConfig, model: ModelFacts) -> None:
 def _check_ranks(config: EngineConfig, hardware: Hardware, model: ModelFacts, cpu: bool) -> None:
     """Whether heads can be cut over the ranks, and whether each has a device."""
     ranks, heads, kv_heads = config.tp, model.num_qo_heads, model.num_kv_heads
+    if config.ep:
+        _check_experts(ranks, model.num_experts)
     if ranks == 1:
         return
     possible = [
@@ -309,6 +308,19 @@ def _check_ranks(config: EngineConfig, hardware: Hardware, model: ModelFacts, cp
         raise ConfigError(
             f"--tp {ranks} needs as many GPUs, and torch sees {hardware.num_gpus}: lower it, or "
             "use --device cpu"
+        )
+
+
+def _check_experts(ranks: int, experts: int) -> None:
+    """Whether each rank can hold whole experts."""
+    if not experts:
+        raise ConfigError("--ep shares out experts, and the model has none: leave it out")
+    if ranks == 1:
+        raise ConfigError("--ep shares experts out to --tp ranks, and there is one: raise --tp")
+    if ranks > experts:
+        raise ConfigError(
+            f"--ep with --tp {ranks}: the model has {experts} experts, not one for each rank; "
+            "lower --tp or leave --ep out"
         )
 
 

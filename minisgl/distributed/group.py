@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from .info import get_tp_info, set_tp_info
+from .info import DistributedInfo, get_tp_info, set_tp_info
 
 __all__ = ["CommandChannel", "find_store", "join_group", "leave_group", "make_store"]
 
@@ -29,16 +29,19 @@ def find_store(port: int, size: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, size, is_master=False)
 
 
-def join_group(rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> None:
-    """Make this process rank `rank` of `size`; returns when all have joined.
+def join_group(info: DistributedInfo, store: Store, device: torch.device, timeout_s: float) -> None:
+    """Make this process the rank that `info` says; returns when all have joined.
 
     Collectives are gloo's on a CPU and NCCL's on CUDA; one that takes longer than `timeout_s`
     raises `RuntimeError`, as does one whose peer died.
     """
-    set_tp_info(rank, size)
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    set_tp_info(info)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
+        rank=info.rank,
+        world_size=info.size,
+        timeout=timedelta(seconds=timeout_s),
     )
 
 

@@ -13,6 +13,8 @@ class DistributedInfo:
 
     rank: int
     size: int
+    ep: bool = False
+    """Expert parallelism: a rank holds whole experts, not a part of each."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -27,17 +29,13 @@ _SINGLE = DistributedInfo(0, 1)
 _info: DistributedInfo | None = None
 
 
-def set_tp_info(rank: int | None, size: int = 1) -> None:
+def set_tp_info(info: DistributedInfo | None) -> None:
     """Say who this process is; allowed once, or again with the same values.
 
-    With `rank` None it is nobody in particular any more: its models are closed.
+    With None it is nobody in particular any more: its models are closed.
     """
     global _info
-    if rank is None:
-        _info = None
-        return
-    info = DistributedInfo(rank, size)
-    if _info is not None and _info != info:
+    if info is not None and _info is not None and _info != info:
         raise RuntimeError(f"Tensor-parallel info is {_info} already; it can't become {info}")
     _info = info
 

@@ -61,7 +61,7 @@ def reference_ops() -> OpTable:
 @cache
 def triton_ops(deterministic: bool = False) -> OpTable:
     """Triton kernels, and cuBLAS for matrices unless results must be `deterministic`."""
-    from .triton import activation, embedding, gemm, norm, rope
+    from .triton import activation, embedding, gemm, moe, norm, rope, routing
 
     table = OpTable(
         "triton",
@@ -73,7 +73,8 @@ def triton_ops(deterministic: bool = False) -> OpTable:
         gelu_and_mul=activation.gelu_and_mul,
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         indexing=embedding.indexing,
-        # Experts stay with PyTorch until their kernels (`routing.py`, `moe.py`) have run on a GPU.
+        topk_softmax=routing.topk_softmax,
+        grouped_experts=moe.grouped_experts,
     )
     return replace(table, linear=gemm.invariant_linear) if deterministic else table
 
@@ -166,9 +167,12 @@ def grouped_experts(
     down: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    first_expert: int = 0,
 ) -> torch.Tensor:
     """Sum over each token's experts of `weight * down(silu(gate) * up)`."""
-    out: torch.Tensor = _active.grouped_experts(x, gate_up, down, topk_weights, topk_ids)
+    out: torch.Tensor = _active.grouped_experts(
+        x, gate_up, down, topk_weights, topk_ids, first_expert
+    )
     return out
 
 

@@ -148,20 +148,23 @@ def grouped_experts(
     down: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    first_expert: int = 0,
 ) -> torch.Tensor:
     """Sum over each token's experts of `weight * down(silu(gate) * up)`.
 
     `x [T, hidden]`, `gate_up [E, 2 I, hidden]`, `down [E, hidden, I]`, weights and ids `[T, k]`;
     returns `[T, hidden]`. Tokens are sorted by expert: one GEMM for each expert that has any.
+    The experts given are those from id `first_expert` on; what others add is left out.
     """
     top_k = topk_ids.shape[1]
     order = topk_ids.flatten().argsort(stable=True)  # [T * k], pairs grouped by expert
     tokens = order // top_k
     scale = topk_weights.flatten()[order].unsqueeze(-1)
-    counts = torch.bincount(topk_ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    end = first_expert + gate_up.shape[0]
+    counts = torch.bincount(topk_ids.flatten(), minlength=end)[:end].tolist()
     out = torch.zeros_like(x)
-    start = 0
-    for expert, count in enumerate(counts):
+    start = sum(counts[:first_expert])
+    for expert, count in enumerate(counts[first_expert:]):
         if count == 0:
             continue
         rows = slice(start, start + count)

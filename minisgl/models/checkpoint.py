@@ -52,7 +52,7 @@ class ModelInfo:
             self.config.head_dim,
             self.config.num_qo_heads,
             self.config.num_kv_heads,
-            is_dense=not self.config.is_moe,
+            num_experts=self.config.num_experts if self.config.is_moe else 0,
             quantized=self.quantized,
         )
 

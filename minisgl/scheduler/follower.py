@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from minisgl.config import EngineConfig
-from minisgl.distributed import CommandChannel, find_store, join_group
+from minisgl.distributed import CommandChannel, DistributedInfo, find_store, join_group
 from minisgl.models import load_model_info
 from minisgl.utils.logger import configure_logging, get_logger
 from minisgl.utils.mp import exit_with_parent, read_spec
@@ -42,14 +42,15 @@ def main() -> None:
 
 
 def _follow(spec: RankSpec, store: Store) -> None:
-    config, info = EngineConfig(**spec.config), load_model_info(spec.model_path)
-    resolved = resolve_here(info, config)
+    config, model = EngineConfig(**spec.config), load_model_info(spec.model_path)
+    resolved = resolve_here(model, config)
     if resolved.device.type == "cuda":
         torch.cuda.set_device(spec.rank)
     store.set(f"here {spec.rank}", "")
-    join_group(spec.rank, spec.size, store, resolved.device, spec.timeout_s)
+    info = DistributedInfo(spec.rank, spec.size, config.ep)
+    join_group(info, store, resolved.device, spec.timeout_s)
     channel = CommandChannel(spec.timeout_s)
-    built = make_scheduler(spec.model_path, info, resolved)
+    built = make_scheduler(spec.model_path, model, resolved)
     store.set(f"ready {spec.rank}", "")
     Follower(built.scheduler, channel).run()
     if resolved.device.type == "cuda":

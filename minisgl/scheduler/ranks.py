@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from minisgl.config import EngineConfig
 from minisgl.core import Executor, Req
-from minisgl.distributed import CommandChannel, join_group, leave_group, make_store
+from minisgl.distributed import (
+    CommandChannel,
+    DistributedInfo,
+    join_group,
+    leave_group,
+    make_store,
+)
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.kvcache import KVCache
 from minisgl.params import SamplingParams
@@ -162,7 +168,8 @@ class Ranks:
                 self._children.append(Child("minisgl.scheduler.follower", spec, exited))
             with self.failing_together():
                 self.wait_for("here")
-                join_group(0, config.tp, self._store, device, TIMEOUT_S)
+                info = DistributedInfo(0, config.tp, config.ep)
+                join_group(info, self._store, device, TIMEOUT_S)
                 self._channel = CommandChannel(TIMEOUT_S)
         except BaseException:
             self.close()

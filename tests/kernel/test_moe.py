@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl.kernel import torch_ops
-from minisgl.kernel.triton import moe
+from minisgl.kernel.triton import gemm, moe
 from minisgl.kernel.triton.moe import grouped_experts
 from minisgl.kernel.triton.routing import group_pairs, topk_softmax
 
@@ -233,11 +233,16 @@ def test_errors(device: torch.device) -> None:
         grouped_experts(x, gate_up.mT.contiguous().mT, down, weights, ids)
 
 
-def test_tiles() -> None:
+@pytest.mark.parametrize("shared", [101_376, 167_936, 232_448])  # of an L4, an A100, an H100
+def test_tiles(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few pairs an expert take low tiles; bits of all tiles are the same only for one block_k."""
-    assert len({tile.block_k for tile in moe._TILES}) == 1
-    heights = [moe._choose(tokens * 8, 128, torch.bfloat16).block_m for tokens in (1, 256, 4096)]
-    assert heights == [16, 32, 128]
+    monkeypatch.setattr(gemm, "shared_bytes", lambda device: shared)
+    x = torch.zeros(1, 1, dtype=torch.bfloat16)
+    tiles = [moe._choose(mean, x) for mean in (0.01, 8, 16, 64, 65, 1e6)]
+    assert all(gemm.fits(tile, x) for tile in tiles)
+    assert len({tile.block_k for tile in tiles}) == 1
+    heights = [tile.block_m for tile in tiles]
+    assert heights == ([16, 16, 32, 64, 128, 128] if shared > 150_000 else [16, 16, 32, 64, 64, 64])
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ BARE = replace(CPU, has_cuda=True)
 GPU = replace(BARE, has_triton=True)
 WITH_FLASHINFER = replace(GPU, has_flashinfer=True)
 MODEL = ModelFacts(torch.bfloat16, max_context=4096)
-MOE = replace(MODEL, is_dense=False)
+MOE = replace(MODEL, num_experts=8)
 
 
 def resolved(hardware: Hardware, model: ModelFacts = MODEL, **options: object) -> ResolvedConfig:
@@ -130,7 +130,6 @@ def test_steps_are_captured_up_to_the_largest_batch(options, size, why) -> None:
     ("hardware", "model", "options", "why"),
     [
         (CPU, MODEL, {}, "there are none on a CPU"),
-        (GPU, MOE, {}, "the experts' sizes are read on the host in each step"),
         (GPU, MODEL, {"attn": "torch"}, "attention by torch plans each step on the host"),
         (
             WITH_FLASHINFER,
@@ -153,9 +152,10 @@ def test_steps_that_cannot_be_captured(hardware, model, options, why) -> None:
     assert str(error.value) == message
 
 
-def test_experts_run_with_triton_s_attention() -> None:
-    config = resolved(GPU, MOE)
-    assert (config.triton, config.attn) == (True, "triton")
+def test_experts_run_as_dense_models_do() -> None:
+    config = resolved(GPU, MOE, deterministic=True)
+    assert (config.triton, config.attn, config.deterministic) == (True, "triton", True)
+    assert config.cuda_graph_max_bs == config.max_running_requests
 
 
 @pytest.mark.parametrize(

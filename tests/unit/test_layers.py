@@ -266,12 +266,12 @@ def test_rank_and_size_are_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl.distributed.info._info", None)
     assert get_tp_info() == DistributedInfo(0, 1)
     assert get_tp_info().is_primary()
-    set_tp_info(1, 2)
-    set_tp_info(1, 2)
+    set_tp_info(DistributedInfo(1, 2))
+    set_tp_info(DistributedInfo(1, 2))
     assert get_tp_info() == DistributedInfo(1, 2)
     assert not get_tp_info().is_primary()
     with pytest.raises(RuntimeError, match="already"):
-        set_tp_info(0, 2)
+        set_tp_info(DistributedInfo(0, 2))
     with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 2\)"):
         DistributedInfo(2, 2)
 

@@ -36,7 +36,7 @@ def why(config: ResolvedConfig, name: str) -> str:
         (NATIVE, MODEL, {}, "native = True: the native CPU kernels compute dense models"),
         (PLAIN, MODEL, {}, "native = False: the native CPU kernels are not there"),
         (NATIVE, MODEL, {"kernels": "reference"}, "native = False: --kernels reference"),
-        (NATIVE, replace(MODEL, is_dense=False), {}, "native = False: the model has experts"),
+        (NATIVE, replace(MODEL, num_experts=8), {}, "native = False: the model has experts"),
         (replace(NATIVE, has_cuda=True), MODEL, {}, "native = False: they are for CPUs"),
         (replace(NATIVE, has_cuda=True), MODEL, {"device": "cpu"}, "native = True"),
     ],
@@ -106,8 +106,6 @@ def test_deterministic_needs_native_or_triton_kernels():
             resolved(hardware, deterministic=True)
     with pytest.raises(ConfigError, match="--deterministic on CUDA needs --attn triton, not torch"):
         resolved(TRITON, deterministic=True, attn="torch")
-    with pytest.raises(ConfigError, match="--deterministic on CUDA is for dense models"):
-        resolved(TRITON, replace(MODEL, is_dense=False), deterministic=True)
     with pytest.raises(ConfigError, match="--deterministic = 'on' must be True or False"):
         EngineConfig(deterministic="on")
 

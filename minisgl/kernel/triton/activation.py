@@ -9,7 +9,7 @@ import triton.language as tl
 from .norm import FLOATS
 from .runtime import enter, pdl
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
+__all__ = ["activate", "gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
 
 _BLOCK = 1024
 """Columns of a program: 16 bytes of fp16 or bf16 of each half, for each thread of 4 warps."""
@@ -56,7 +56,7 @@ def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """The activation of float32 x; neither overflow of an exponential gives a NaN."""
     if ACTIVATION == "silu":
         return x / (1 + tl.exp(-x))
@@ -85,5 +85,5 @@ def _gated_kernel(
     mask = column < inner
     gate = tl.load(x + row * x_stride + column, mask=mask, other=0)
     up = tl.load(x + row * x_stride + inner + column, mask=mask, other=0)
-    activated = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    activated = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     tl.store(out + row * inner + column, activated * up.to(tl.float32), mask=mask)

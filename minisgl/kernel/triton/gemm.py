@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .runtime import INTERPRETED, enter, num_sms, pdl, shared_bytes
 
-__all__ = ["invariant_linear"]
+__all__ = ["Tile", "fits", "invariant_linear", "load_step"]
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -34,6 +34,9 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int  # steps along K whose loads are under way, and their buffers
+    swap: bool = False
+    """Whether the weight is the instruction's taller operand, of 64 rows at least: few rows of x
+    then don't become many empty ones. For the products of `moe.py`."""
 
 
 # Widest first. All of a dtype have the same block_k: else their sums would differ.
@@ -125,11 +128,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     """The widest tile that fits and gives each multiprocessor a program, else the narrowest."""
     tiles = _FLOAT32_TILES if x.dtype == torch.float32 else _TILES
-    most = shared_bytes(x.device)
     for tile in tiles:
-        # One stage fewer than are under way lies in shared memory, as Triton compiles it.
-        step_bytes = (tile.block_m + tile.block_n) * tile.block_k * x.itemsize
-        if (tile.num_stages - 1) * step_bytes > most:
+        if not fits(tile, x):
             continue
         programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
         # Tall tiles would mostly multiply rows that don't exist when x has few.
@@ -138,8 +138,15 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     return tiles[-1]
 
 
+def fits(tile: Tile, x: torch.Tensor) -> bool:
+    """Whether the device's shared memory holds what a product of x loads ahead."""
+    # One stage fewer than are under way lies in it, as Triton compiles it.
+    step_bytes = (tile.block_m + tile.block_n) * tile.block_k * x.itemsize
+    return (tile.num_stages - 1) * step_bytes <= shared_bytes(x.device)
+
+
 @triton.jit
-def _load_step(pointers, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+def load_step(pointers, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
     """Elements k .. k + BLOCK_K - 1 of the rows that start at `pointers [rows, 1]`; 0 beyond K."""
     column = k + tl.arange(0, BLOCK_K)[None, :]
     if EVEN_K:
@@ -182,8 +189,8 @@ def _invariant_kernel(
     w_rows = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        x_step = _load_step(x_rows, k, K, BLOCK_K, EVEN_K)
-        w_step = _load_step(w_rows, k, K, BLOCK_K, EVEN_K)
+        x_step = load_step(x_rows, k, K, BLOCK_K, EVEN_K)
+        w_step = load_step(w_rows, k, K, BLOCK_K, EVEN_K)
         acc = tl.dot(x_step, tl.trans(w_step), acc, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + tl.minimum(column, N - 1)).to(tl.float32)[None, :]

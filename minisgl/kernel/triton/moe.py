@@ -10,19 +10,20 @@ the most blocks that there can be, and surplus programs return at once.
 Bits: nothing is added atomically. Each output of 1 and 2 is one float32 sum in the order of K,
 whatever place and block its pair is in, and 3 adds in the order of the token's experts. So a
 token's result doesn't depend on what the others are, or chose, as long as T chooses the same tile;
-different tiles are as alike as the tensor core's instructions for them (see `gemm.py`).
+different tiles are as alike as the tensor core's instructions for them (see `gemm.py`): on Hopper
+the tiles below give the same bits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from .activation import _activate
-from .gemm import _load_step
+from .activation import activate
+from .gemm import Tile, fits, load_step
 from .norm import FLOATS
 from .routing import MAX_EXPERTS, group_pairs
 from .runtime import enter, pdl
@@ -30,27 +31,16 @@ from .runtime import enter, pdl
 __all__ = ["grouped_experts"]
 
 
-class Tile(NamedTuple):
-    """What one program of a grouped product computes, and how it is compiled."""
-
-    block_m: int  # pairs
-    block_n: int  # rows of the weight
-    block_k: int
-    num_warps: int
-    num_stages: int
-    swap: bool
-    """Whether the weight is the instruction's taller operand, of 64 rows at least: few pairs
-    then don't become many empty rows."""
-
-
-# Of as few pairs as reach twice the mean of an expert's: most experts' weights are read once.
+# By how many pairs an expert has in the mean, at most. Where weights are what takes the time, a
+# block has room for twice as many: most experts' weights are read once.
 _TILES = (
-    Tile(16, 64, 64, 4, 6, True),
-    Tile(32, 64, 64, 4, 6, True),
-    Tile(64, 128, 64, 4, 4, True),
-    Tile(128, 128, 64, 8, 4, False),
+    (8, Tile(16, 128, 64, 4, 5, swap=True)),
+    (16, Tile(32, 128, 64, 4, 5, swap=True)),
+    (64, Tile(64, 256, 64, 4, 4)),
+    (math.inf, Tile(128, 256, 64, 8, 4)),
 )
-_FLOAT32_TILES = (Tile(32, 32, 32, 4, 2, False),)  # no tensor core multiplies float32 exactly
+_SMALL_TILE = Tile(64, 64, 64, 4, 4)  # for devices with less shared memory
+_FLOAT32_TILE = Tile(32, 32, 32, 4, 2)  # no tensor core multiplies float32 exactly
 
 _BLOCK = 1024
 """Columns of a program of the last sum."""
@@ -79,7 +69,7 @@ def grouped_experts(
     experts, _, inner_size = down.shape
     if 0 in (topk_ids.numel(), down.numel()):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    tile = _choose(topk_ids.numel(), experts, x.dtype)
+    tile = _choose(topk_ids.numel() / experts, x)
     order, blocks = group_pairs(topk_ids, first_expert, experts, tile.block_m)
     inner = x.new_empty(topk_ids.numel(), inner_size)
     _launch(_gate_up_kernel, tile, 2 * inner_size, blocks, x, gate_up, order, inner, top_k)
@@ -138,9 +128,12 @@ def _check(
         )
 
 
-def _choose(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    tiles = _FLOAT32_TILES if dtype == torch.float32 else _TILES
-    return next((tile for tile in tiles if tile.block_m * experts >= 2 * pairs), tiles[-1])
+def _choose(mean: float, x: torch.Tensor) -> Tile:
+    """The tile for experts with `mean` pairs on average."""
+    if x.dtype == torch.float32:
+        return _FLOAT32_TILE
+    tile = next(tile for most, tile in _TILES if mean <= most)
+    return tile if fits(tile, x) else _SMALL_TILE
 
 
 def _launch(kernel, tile: Tile, columns: int, blocks, rows, weight, order, out, extra) -> None:
@@ -184,8 +177,8 @@ def _product(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        w_step = _load_step(w_rows, k, K, BLOCK_K, EVEN_K)
-        x_step = _load_step(x_rows, k, K, BLOCK_K, EVEN_K)
+        w_step = load_step(w_rows, k, K, BLOCK_K, EVEN_K)
+        x_step = load_step(x_rows, k, K, BLOCK_K, EVEN_K)
         if SWAP:
             acc = tl.dot(w_step, tl.trans(x_step), acc, input_precision="ieee")
         else:
@@ -239,7 +232,7 @@ def _gate_up_kernel(
     )
     DTYPE: tl.constexpr = inner.dtype.element_ty
     gate, up = tl.split(tl.reshape(acc.to(DTYPE), (BLOCK_M, BLOCK_N // 2, 2)))
-    activated = _activate(gate.to(tl.float32), "silu").to(DTYPE).to(tl.float32)
+    activated = activate(gate.to(tl.float32), "silu").to(DTYPE).to(tl.float32)
     column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
     mask = (row < last)[:, None] & (column < N // 2)
     written = inner + row.to(tl.int64)[:, None] * (N // 2) + column
