@@ -257,11 +257,24 @@ def test_refuses_what_it_cannot_read(device) -> None:
             call(**changes)
 
 
+# Each is a kernel to compile, which takes seconds: so not all with all.
+_PAGES = [
+    ((16, 8), torch.bfloat16, size, window) for size in (1, 100, 256) for window in (None, 500)
+]
+_HEADS = [
+    (heads, dtype, 16, window)
+    for heads, dtype, window in (
+        ((16, 8), torch.bfloat16, None),
+        ((16, 8), torch.float16, 500),
+        ((40, 8), torch.bfloat16, 500),
+        ((40, 8), torch.float16, None),
+        ((32, 4), torch.bfloat16, None),
+    )
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize("page_size", [1, 16, 100, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(16, 8), (40, 8), (32, 4)])
+@pytest.mark.parametrize(("heads", "dtype", "page_size", "window"), [*_PAGES, *_HEADS])
 def test_models_shapes(heads, dtype, page_size, window, device) -> None:
     seq_lens, lengths = [1024, 3000, 777, 130, 1], [1024, 411, 777, 1, 1]
     paged = make_paged(
