@@ -14,6 +14,7 @@ batch's arrays; a request is asked only for what never changes, and in `launch` 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,7 +40,7 @@ from minisgl.utils.transfer import HostCopy, to_device
 
 from .forward import Forward, NativeForward, make_forward
 from .memory import PoolPlan, check_fits, plan_pool
-from .profile import page_writes, profile_requests, sampling_requests
+from .profile import page_writes, profile_batches, sampling_requests
 from .prompt_logprobs import PromptLogprobs
 from .sampler import Sampled, Sampler
 
@@ -84,7 +85,14 @@ class Engine:
     [rows, max_pages]` int32 its pages; a request's row is its place in both.
     """
 
-    def __init__(self, model_path: str, model_config: ModelConfig, config: ResolvedConfig) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        model_config: ModelConfig,
+        config: ResolvedConfig,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_loaded` is called when the weights are there, before anything is computed."""
         if config.device.type == "cpu":
             torch.set_num_threads(config.threads)
         self.config = config
@@ -92,6 +100,7 @@ class Engine:
         self._device = config.device
         self.model = _load_model(model_path, model_config, config)
         self._forward: Forward = make_forward(self.model, model_config, config)
+        on_loaded()
         heads = local_heads(model_config.num_qo_heads, model_config.num_kv_heads)
         shape = KVShape(model_config.num_layers, heads[1], model_config.head_dim, config.page_size)
         self.plan: PoolPlan = plan_pool(config, shape, lambda: self._measure_peak(shape))
@@ -192,18 +201,12 @@ class Engine:
         That is what they allocate at most, and what stays allocated beside the pool: captured
         graphs, compiled kernels, libraries' workspaces.
         """
-        config, device = self.config, self._device
-        budget, most = config.max_prefill_length, config.max_running_requests
-        length = min(budget, config.max_model_len)
-        batches = [
-            profile_requests(min(budget // length, most), length, 0, config.page_size),
-            profile_requests(most, min(budget // most, length), 0, config.page_size),
-            profile_requests(most, 2, 1, config.page_size),
-        ]
-        num_pages = max(sum(len(req.pages) for req in reqs) for reqs in batches)
+        device, batches = self._device, profile_batches(self.config)
+        num_pages = max(len({page for req in reqs for page in req.pages}) for reqs in batches)
+        longest = max(req.device_len for reqs in batches for req in reqs)
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
-        self._make_tables(shape, num_pages, max(length, 2))
+        self._make_tables(shape, num_pages, longest)
         tables = sum(t.nbytes for t in (self._pool.data, self._page_table, self._token_pool))
         kept = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

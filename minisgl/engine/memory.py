@@ -57,7 +57,9 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
     else:
         budget = _budget_bytes(config, page_bytes, measure_peak)
         # Ranks decide alike only with as many pages each.
-        pages = DistributedCommunicator().smallest(budget // page_bytes, config.device)
+        pages = DistributedCommunicator().smallest(
+            budget // (page_bytes + _gathered_bytes(config, shape)), config.device
+        )
         reason = f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes"
         if config.cache == "naive" and pages > useful:
             pages, reason = useful, f"num_pages = {useful}: what all requests can use at once"
@@ -72,6 +74,14 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
         )
     check_fits(config, _table_bytes(config, length), "the request tables", "--max-running-requests")
     return PoolPlan(pages, length, reason)
+
+
+def _gathered_bytes(config: ResolvedConfig, shape: KVShape) -> int:
+    """For each page, what lies beside it when all requests decode: the plain backend copies one
+    layer of their pages, and pads shorter requests, at most to twice as much or so."""
+    if config.device.type == "cpu" or config.attn != "torch":
+        return 0
+    return 2 * shape.page_bytes(config.kv_dtype) // shape.num_layers
 
 
 def _table_bytes(config: ResolvedConfig, length: int) -> int:
@@ -90,7 +100,7 @@ def _budget_bytes(config: ResolvedConfig, page_bytes: int, measure_peak: Callabl
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the largest step does not fit in the {free / 2**30:.1f} GiB that the weights left: "
-            "lower --max-prefill-length or --max-running-requests"
+            "lower --max-prefill-length, --max-running-requests or --max-model-len"
         ) from error
     # The share is of the whole card: what weights and others took is gone already. Beside the
     # pages there are the dummy page and the request tables.

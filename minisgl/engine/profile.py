@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minisgl.config import ResolvedConfig
 from minisgl.core import PageWrites, Req, SamplingParams
 from minisgl.utils import div_ceil
 
-__all__ = ["page_writes", "profile_requests", "sampling_requests"]
+__all__ = ["page_writes", "profile_batches", "sampling_requests"]
 
 _PARAMS = SamplingParams(
     temperature=1.0,
@@ -21,7 +22,28 @@ _PARAMS = SamplingParams(
 )
 
 
-def profile_requests(count: int, length: int, cached: int, page_size: int) -> list[Req]:
+def profile_batches(config: ResolvedConfig) -> list[list[Req]]:
+    """The batches that need most: whole prompts, as many requests as can be, all that decode.
+
+    The plain backend gathers what a chunk sees, so there a prompt's last chunk needs most.
+    """
+    budget, most = config.max_prefill_length, config.max_running_requests
+    length = min(budget, config.max_model_len)
+    batches = [
+        _requests(min(budget // length, most), length, 0, config.page_size),
+        _requests(most, min(budget // most, length), 0, config.page_size),
+        _requests(most, 2, 1, config.page_size),
+    ]
+    if config.attn == "torch":
+        # Its earlier pages are one and the same: a pool for all of them isn't there yet.
+        whole = config.max_model_len
+        [late] = _requests(1, whole, max(1, whole - budget), config.page_size)
+        late.pages = [page % len(batches[0][0].pages) for page in late.pages]
+        batches.append([late])
+    return batches
+
+
+def _requests(count: int, length: int, cached: int, page_size: int) -> list[Req]:
     """Requests of `length` tokens, which compute all but the first `cached` of them."""
     params = _PARAMS.resolve_defaults({})
     each = div_ceil(length, page_size)

@@ -12,6 +12,10 @@ import torch.nn.functional as F
 
 __all__ = ["decode_attention", "prefill_attention"]
 
+_SCORE_BYTES = 1 << 28
+"""Of scores at once: with a mask and grouped heads no kernel of torch's for CUDA goes without a
+matrix of them, and that of a long prompt's late chunk would be tens of GiB."""
+
 
 def decode_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
@@ -35,6 +39,9 @@ def prefill_attention(
 
     `mask [n, L]` is added to the scores; None means causal with n = L. Returns `[n, Hq, D]`.
     """
+    if mask is not None and q.is_cuda and (rows := _rows_at_once(q, k)) < q.shape[0]:
+        pieces = zip(q.split(rows), mask.split(rows), strict=True)
+        return torch.cat([prefill_attention(piece, k, v, own) for piece, own in pieces])
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -44,3 +51,8 @@ def prefill_attention(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.squeeze(0).transpose(0, 1)
+
+
+def _rows_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
+    """How many queries' float32 scores stay within `_SCORE_BYTES`; one at least."""
+    return max(1, _SCORE_BYTES // (q.shape[1] * k.shape[0] * torch.float32.itemsize))

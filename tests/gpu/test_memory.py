@@ -74,3 +74,13 @@ def test_the_largest_chunks_and_a_full_batch_with_every_option_fit(folder: str) 
         assert len(output.token_ids) == num_tokens
         assert output.logprobs is not None
         assert [len(entry.top) for entry in output.logprobs] == [20] * num_tokens
+
+
+def test_late_chunks_of_long_prompts_fit_the_plain_backend(folder: str) -> None:
+    """Its scores of a whole chunk, 16 heads by 8,192 by 32,000 in float32, would take 16 GiB."""
+    ratio, params = 0.2, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = random_prompts([32_000, 20_000, *[3000] * 30], 1000, seed=4)
+    with LLM(folder, device="cuda", attn="torch", memory_ratio=ratio, max_model_len=32_768) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert used_bytes() < allowed_bytes(ratio)
+    assert all(len(output.token_ids) == 8 for output in outputs)
