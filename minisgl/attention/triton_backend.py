@@ -60,6 +60,8 @@ class TritonMetadata:
     decode: dict[int | None, DecodePlan]
     """By window; unused if nothing decodes."""
     prefill: PrefillPlan | None
+    is_low: bool
+    """Whether what goes as a prefill are single tokens."""
 
     def get_last_indices(self, bs: int) -> torch.Tensor:
         """Row of each request's last token in the batch: `[bs]`, int64."""
@@ -85,9 +87,8 @@ class TritonBackend:
         self._windows = tuple(windows)
         shape, device = pool.shape, page_table.device
         self._scale = shape.head_dim**-0.5
-        self._block_tokens = block_tokens(
-            heads, shape.num_kv_heads, shape.head_dim, pool.data.dtype
-        )
+        sizes = heads, shape.num_kv_heads, shape.head_dim, pool.data.dtype
+        self._block_tokens = {low: block_tokens(*sizes, low=low) for low in (False, True)}
         self._decode = {
             window: DecodePlan.empty(max_requests, shape.num_kv_heads, window, device)
             for window in dict.fromkeys(windows)
@@ -113,13 +114,14 @@ class TritonBackend:
                 plan_decode(tables.rows, tables.seq_lens, tables.counts, plan, num_decodes)
         prefill = None
         if is_prefill or not num_decodes:
-            most = div_ceil(num_tokens, self._block_tokens) + last.shape[0]
+            step = self._block_tokens[not is_prefill]
+            most = div_ceil(num_tokens, step) + last.shape[0]
             items = torch.empty((most, 2), dtype=torch.int32, device=tables.rows.device)
             prefill = PrefillPlan(
                 items, self._num_items, tables.rows, tables.starts, tables.seq_lens
             )
-            plan_prefill(tables.counts, prefill, self._block_tokens)
-        return TritonMetadata(tables, last, num_decodes, self._decode, prefill)
+            plan_prefill(tables.counts, prefill, step)
+        return TritonMetadata(tables, last, num_decodes, self._decode, prefill, not is_prefill)
 
     def forward_qkv(self, qkv: QKV, layer_id: int, batch: ModelInputs) -> torch.Tensor:
         """From the projections `[T, (Hq + 2 Hk) D]` to `[T, Hq, D]`; stores keys and values.
@@ -160,5 +162,6 @@ class TritonBackend:
                 out,
                 scale=self._scale,
                 window=window,
+                low=metadata.is_low,
             )
         return out

@@ -6,6 +6,8 @@ compared exactly.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,15 +49,16 @@ def attend(
     lengths: list[int],
     window: int | None = None,
     surplus: int = 0,
-    tiles: Tiles | None = None,
+    **options,
 ) -> torch.Tensor:
     """What the kernel writes; what it leaves out stays NaN."""
     heads, head_dim = q.shape[1:]
-    step = block_tokens(heads, paged.k_pages.shape[2], head_dim, q.dtype)
+    low = options.get("low", False)
+    step = block_tokens(heads, paged.k_pages.shape[2], head_dim, q.dtype, low=low)
     plan = make_plan(lengths, paged, step, surplus)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     pages = paged.k_pages, paged.v_pages, paged.page_table
-    prefill_attention(q, *pages, plan, out, scale=head_dim**-0.5, window=window, tiles=tiles)
+    prefill_attention(q, *pages, plan, out, scale=head_dim**-0.5, window=window, **options)
     return out
 
 
@@ -131,9 +134,9 @@ def check_bits(
     whole = attend(q, paged, [length], window)
     assert not whole.isnan().any()
 
-    def part(first: int, count: int) -> torch.Tensor:
+    def part(first: int, count: int, low: bool = False) -> torch.Tensor:
         before = paged._replace(seq_lens=paged.seq_lens - (length - first - count))
-        return attend(q[first : first + count], before, [count], window)
+        return attend(q[first : first + count], before, [count], window, low=low)
 
     assert sum(chunks) == length
     starts = [sum(chunks[:i]) for i in range(len(chunks))]
@@ -141,6 +144,7 @@ def check_bits(
     assert torch.equal(chunked, whole)
     for token in singles:
         assert torch.equal(part(token, 1)[0], whole[token]), f"token {token}"
+        assert torch.equal(part(token, 1, low=True)[0], whole[token]), f"token {token}, low tile"
 
     # Behind other requests, and from pages of another size, in another order.
     others = make_paged([length, length, 5], page_size=9, **shape)
@@ -207,6 +211,8 @@ def test_block_tokens() -> None:
     ):
         assert block_tokens(*heads, torch.bfloat16) == block_tokens(*heads, torch.float16) == half
         assert block_tokens(*heads, torch.float32) == single
+        low = max(64, 2 ** math.ceil(math.log2(heads[0] / heads[1])))
+        assert block_tokens(*heads, torch.bfloat16, low=True) == low * heads[1] // heads[0]
     for heads, head_dim, message in (
         ((3, 2), 64, "3 query heads over 2 KV heads"),
         ((129, 1), 64, "128 at most at head size 64"),

@@ -79,11 +79,16 @@ _FLOAT32_TILES = {
 registers: larger ones don't fit there, and take seconds to compile."""
 
 _FLOAT32_ROWS = {64: 32, 128: 32, 256: 16}
+_LOW_ROWS = 64
+"""For `low`: the fewest that four warps of Hopper multiply at once. A row's bits are those that it
+has in a taller tile: its sums run along keys and head size, which are cut alike."""
 _MUCH_SHARED = 200 << 10  # bytes
 
 
-def block_tokens(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """How many tokens of a request one item of the plan covers.
+def block_tokens(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, low: bool = False
+) -> int:
+    """How many tokens of a request one item of the plan covers; `low` as in `prefill_attention`.
 
     Raises `ValueError` where no tile takes the heads: their size is above 256, or a KV head serves
     more query heads than a tile can have rows (128, or 64 where the size is above 128).
@@ -94,7 +99,7 @@ def block_tokens(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
             f"{num_qo_heads} query heads over {num_kv_heads} KV heads: each must serve the same "
             f"number of them, {_max_rows(head_dim)} at most at head size {head_dim}"
         )
-    return _block_m(group, head_dim, dtype) // group
+    return _block_m(group, head_dim, dtype, low) // group
 
 
 def prefill_attention(
@@ -107,6 +112,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    low: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
     """Write to `out` the causal attention of the plan's tokens over the keys in their pages.
@@ -116,6 +122,7 @@ def prefill_attention(
     keys too; `page_table [rows, max_pages]` is int32. A token sees the keys up to its own, with a
     window only the last `window` of these (as in Hugging Face, its own counts). The scores are
     scaled by `scale`; they and the sums are float32, the weights are rounded to the pages' dtype.
+    `low` takes tiles of fewer rows, for requests of one token each, with the same bits.
     `tiles` overrides the device's, for tuning.
 
     Raises `ValueError` for a shape, dtype or layout that isn't so. The plan's and the page table's
@@ -124,13 +131,13 @@ def prefill_attention(
     _check(q, k_pages, v_pages, page_table, plan, out)
     num_qo_heads, head_dim = q.shape[1:]
     page_size, num_kv_heads = k_pages.shape[1:3]
-    tokens = block_tokens(num_qo_heads, num_kv_heads, head_dim, q.dtype)
+    tokens = block_tokens(num_qo_heads, num_kv_heads, head_dim, q.dtype, low=low)
     group = num_qo_heads // num_kv_heads
     if scale <= 0 or (window is not None and window < 1):
         raise ValueError(f"scale and window must be positive, got {scale} and {window}")
     if plan.items.shape[0] == 0:
         return
-    tiles = tiles or _choose_tiles(head_dim, q.dtype, q.device)
+    tiles = tiles or _choose_tiles(head_dim, q.dtype, q.device, low)
     _prefill_kernel[(plan.items.shape[0] * num_kv_heads,)](
         q,
         k_pages,
@@ -147,7 +154,7 @@ def prefill_attention(
         PAGE_SIZE=page_size,
         WINDOW=window,
         BLOCK_TOKENS=tokens,
-        BLOCK_M=_block_m(group, head_dim, q.dtype),
+        BLOCK_M=_block_m(group, head_dim, q.dtype, low),
         BLOCK_N=tiles.block_n,
         BLOCK_D=_padded(head_dim),
         num_warps=tiles.num_warps,
@@ -340,11 +347,11 @@ def _max_rows(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-def _block_m(group: int, head_dim: int, dtype: torch.dtype) -> int:
+def _block_m(group: int, head_dim: int, dtype: torch.dtype, low: bool) -> int:
     """Rows of a tile. The items are cut by it, so it is no matter of the device."""
-    if dtype is not torch.float32:
-        return _max_rows(head_dim)
     rows: int = triton.next_power_of_2(group)
+    if dtype is not torch.float32:
+        return max(_LOW_ROWS, rows) if low else _max_rows(head_dim)
     return max(_FLOAT32_ROWS[_size_class(head_dim)], rows)
 
 
@@ -359,13 +366,16 @@ def _size_class(head_dim: int) -> int:
 
 
 @functools.cache
-def _choose_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def _choose_tiles(
+    head_dim: int, dtype: torch.dtype, device: torch.device, low: bool = False
+) -> Tiles:
     """Tiles that fit into the device's shared memory."""
+    size = _size_class(head_dim)
     if dtype is torch.float32:
-        table = _FLOAT32_TILES
-    else:
-        table = _TILES if shared_bytes(device) >= _MUCH_SHARED else _SMALL_TILES
-    return table[_size_class(head_dim)]
+        return _FLOAT32_TILES[size]
+    tiles = (_TILES if shared_bytes(device) >= _MUCH_SHARED else _SMALL_TILES)[size]
+    # A warp takes 16 rows: more warps would share a row's sums.
+    return tiles._replace(num_warps=4) if low and size <= 128 else tiles
 
 
 def _check(
