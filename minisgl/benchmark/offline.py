@@ -132,14 +132,15 @@ def machine_figures(llm: Runner) -> dict[str, Any]:
         "dtype": str(config.dtype).removeprefix("torch."),
         "device": str(config.device),
         "threads": config.threads if config.device.type == "cpu" else torch.get_num_threads(),
-        "machine": _machine(config.device),
+        "machine": _machine(config.device, config.tp),
         "torch": torch.__version__,
     }
 
 
-def _machine(device: torch.device) -> str:
+def _machine(device: torch.device, ranks: int) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(device)
+        return name if ranks == 1 else f"{ranks} of {name}"
     return platform.processor() or platform.machine()
 
 

@@ -157,6 +157,8 @@ def _measure(
         torch.cuda.empty_cache()
     # Only now: beside the pool there may be no room for the arrays that are copied.
     ceilings = measure_ceilings(resolved.device, resolved.dtype)
+    if resolved.device.type == "cuda":  # each rank has a GPU; on a CPU all share the memory
+        ceilings = Ceilings(*(resolved.tp * rate for rate in ceilings))
     limit = reference_limit(model, jobs, ceilings, resolved.dtype.itemsize)
     outputs = sum(job.output_len for job in jobs)
     return {

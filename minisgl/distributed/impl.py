@@ -1,12 +1,61 @@
-"""Collectives on the tensor-parallel group, by torch.distributed's default process group."""
+"""Collectives on the tensor-parallel group.
+
+They are torch.distributed's on its default process group; small tensors on GPUs of one host are
+reduced through memory that these map from each other, if `use_peers` said so (`peers.py`).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from .info import get_tp_info
+from minisgl.utils.logger import get_logger
 
-__all__ = ["DistributedCommunicator"]
+from .info import get_tp_info
+from .peers import PeerMemory
+
+__all__ = ["DistributedCommunicator", "connect_peers", "release_peers", "use_peers"]
+
+logger = get_logger(__name__)
+
+_peers: PeerMemory | None = None
+
+
+def use_peers(peers: PeerMemory | None) -> None:
+    """Reduce what `peers` takes through it from now on; None for nothing."""
+    global _peers
+    if _peers is not None:
+        _peers.close()
+    _peers = peers
+
+
+def connect_peers(device: torch.device) -> None:
+    """Reduce small tensors through peers' memory from now on, where that is faster.
+
+    A collective of all ranks, which are on one host and have its first GPUs, one each.
+    """
+    others = [i for i in range(torch.distributed.get_world_size()) if i != device.index]
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        logger.info("all_reduce: by NCCL, as GPUs here can't map each other's memory")
+        return
+    peers = PeerMemory(device)
+    timings = measure(peers)
+    peers.max_bytes = faster_up_to(timings)
+    use_peers(peers)
+    logger.info(
+        "all_reduce: through peers' memory up to %d KiB, then by NCCL (%s)",
+        peers.max_bytes >> 10,
+        ", ".join(
+            f"{size >> 10} KiB {ours * 1e6:.1f} against {theirs * 1e6:.1f} us"
+            for size, ours, theirs in timings
+        ),
+    )
+
+
+def release_peers() -> None:
+    """Let this rank's kernels go on that wait for a lost one, until `use_peers(None)`; for a
+    thread of its own."""
+    if _peers is not None:
+        _peers.release()
 
 
 class DistributedCommunicator:
@@ -22,7 +71,10 @@ class DistributedCommunicator:
         """Sum `x` over the ranks, in place; returns `x`."""
         if self._size > 1:
             _require_group()
-            torch.distributed.all_reduce(x)
+            if _peers is not None and _peers.takes(x):
+                _peers.all_reduce(x)
+            else:
+                torch.distributed.all_reduce(x)
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
