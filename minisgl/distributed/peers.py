@@ -48,15 +48,15 @@ class PeerMemory:
         self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, group)
         self._device = device
-        pad = (self._handle.signal_pad_size // torch.int32.itemsize,)
+        size = self._handle.world_size
+        shape = self._handle.signal_pad_size // torch.int32.itemsize // size, size
         self._flags = [
-            self._handle.get_signal_pad(rank, pad, torch.int32)
-            for rank in range(self._handle.world_size)
+            self._handle.get_signal_pad(rank, shape, torch.int32) for rank in range(size)
         ]
         self._is_over = threading.Event()
         # Kernels are loaded at their first use, which may wait for all that runs on the device:
         # when a rank is lost, that would be too late.
-        torch.empty(pad, dtype=torch.int32, device=device).fill_(1)
+        torch.empty(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it can reduce such a tensor, and does it faster than the group."""
@@ -77,13 +77,17 @@ class PeerMemory:
         """Let this rank's kernels go on that wait for a dead one, until `close`; what they compute
         means nothing. For a thread of its own.
 
-        A kernel waits for a 1 in its own flags and sets it back to 0, and before it sets another's
-        flag to 1 it waits for a 0 there: so ones are written here, and zeros there.
+        Each block of a kernel has a flag for each rank on every rank. It waits for a 0 in its rank's
+        flag on another and makes it 1, then for a 1 in the other's flag here and makes it 0: so
+        ones are written here, and zeros there. What it sends itself goes on as ever.
         """
+        own = self._handle.rank
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
-            while not self._is_over.wait(0.001):
-                for rank, flags in enumerate(self._flags):
-                    flags.fill_(int(rank == self._handle.rank))
+            while not self._is_over.wait(0.0005):
+                for other, flags in enumerate(self._flags):
+                    if other != own:
+                        self._flags[own][:, other].fill_(1)
+                        flags[:, own].fill_(0)
 
     def close(self) -> None:
         """End what `release` does."""

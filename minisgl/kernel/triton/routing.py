@@ -23,6 +23,7 @@ from .runtime import enter, pdl
 __all__ = ["MAX_EXPERTS", "group_pairs", "topk_softmax"]
 
 MAX_EXPERTS, MAX_TOP_K = 512, 16
+_FEW_PAIRS = 64
 
 
 def topk_softmax(
@@ -82,25 +83,27 @@ def group_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`order [T k]` and `blocks [n, 3]`, int32, for the largest n that there can be.
 
-    Up to 128 programs take a part of the pairs each: count them, see in the counts where theirs
-    begin, and place them. A single program needs no table of counts.
+    A few pairs one program compares with each other. Of more, up to 128 programs take a part each:
+    count them, see in the counts where theirs begin, and place them.
     """
     pairs, width = ids.numel(), _width(experts)
-    step = min(256, 8192 // width)
-    part = pairs if pairs <= 2 * step else triton.cdiv(triton.cdiv(pairs, 128), step) * step
-    parts = triton.cdiv(pairs, part)
     occupied = min(pairs, experts)
     num_blocks = (pairs + occupied * (block_m - 1)) // block_m
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
+    if pairs <= _FEW_PAIRS:
+        size = max(16, triton.next_power_of_2(pairs))
+        numbers = (ids, pairs, first_expert, experts, order, blocks, num_blocks)
+        _compare_kernel[(1,)](*numbers, BLOCK_M=block_m, SIZE=size, num_warps=8, **pdl(ids))
+        return order, blocks
+    step = min(256, 8192 // width)
+    part = triton.cdiv(triton.cdiv(pairs, 128), step) * step
+    parts = triton.cdiv(pairs, part)
     counts = torch.empty(parts, width, dtype=torch.int32, device=ids.device)
     numbers = (ids, counts, pairs, part, first_expert, experts)
     shape = {"STEP": step, "WIDTH": width, "num_warps": 8, **pdl(ids)}
-    if parts > 1:
-        _count_kernel[(parts,)](*numbers, **shape)
-    _place_kernel[(parts,)](
-        *numbers, order, blocks, num_blocks, BLOCK_M=block_m, COUNTED=parts > 1, **shape
-    )
+    _count_kernel[(parts,)](*numbers, **shape)
+    _place_kernel[(parts,)](*numbers, order, blocks, num_blocks, BLOCK_M=block_m, **shape)
     return order, blocks
 
 
@@ -149,22 +152,61 @@ def _topk_kernel(
 
 
 @triton.jit
-def _marks(ids, pair, end, first_expert, E, WIDTH: tl.constexpr):
-    """int32 `[pairs, WIDTH]`: 1 where the column is the pair's expert."""
+def _experts(ids, pair, end, first_expert, E):
+    """int32 `[pairs]`: each pair's expert of those held, or E."""
     # Not converted before the range is known: any int64 is allowed.
     expert = tl.load(ids + pair, mask=pair < end, other=-1) - first_expert
     held = (expert >= 0) & (expert < E) & (pair < end)
-    return (held[:, None] & (expert[:, None] == tl.arange(0, WIDTH)[None, :])).to(tl.int32)
+    return tl.where(held, expert, E).to(tl.int32)
 
 
 @triton.jit
-def _count(ids, begin, end, first_expert, E, STEP: tl.constexpr, WIDTH: tl.constexpr):
-    """How many of the pairs from `begin` to `end` each expert has."""
-    counts = tl.zeros([WIDTH], tl.int32)
-    for start in range(begin, end, STEP):
-        marks = _marks(ids, start + tl.arange(0, STEP), end, first_expert, E, WIDTH)
-        counts += tl.sum(marks, axis=0)
-    return counts
+def _marks(ids, pair, end, first_expert, E, WIDTH: tl.constexpr):
+    """int32 `[pairs, WIDTH]`: 1 where the column is the pair's expert."""
+    expert, column = (
+        _experts(ids, pair, end, first_expert, E)[:, None],
+        tl.arange(0, WIDTH)[None, :],
+    )
+    return ((expert == column) & (column < E)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_blocks"])
+def _compare_kernel(
+    ids,
+    num_pairs,
+    first_expert,
+    E,
+    order,
+    blocks,
+    num_blocks,
+    BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pair = tl.arange(0, SIZE)
+    enter(PDL)
+    expert = _experts(ids, pair, num_pairs, first_expert, E)
+    mine, other = expert[:, None], expert[None, :]
+    is_earlier = pair[None, :] < pair[:, None]
+    start = tl.sum((other < mine).to(tl.int32), axis=1)
+    height = tl.sum((other == mine).to(tl.int32), axis=1)
+    ahead = tl.sum(((other == mine) & is_earlier).to(tl.int32), axis=1)
+    tl.store(order + start + ahead, pair, mask=expert < E)
+    # The first pair of each block writes it.
+    leads = (expert < E) & (ahead % BLOCK_M == 0)
+    is_before = (other < mine) | ((other == mine) & is_earlier)
+    block = blocks + 3 * tl.sum((leads[None, :] & is_before).to(tl.int32), axis=1)
+    row = start + ahead
+    tl.store(block, expert, mask=leads)
+    tl.store(block + 1, row, mask=leads)
+    tl.store(block + 2, tl.minimum(row + BLOCK_M, start + height), mask=leads)
+    used = tl.sum(leads.to(tl.int32), axis=0)
+    for first in range(0, num_blocks, SIZE):
+        surplus = first + pair
+        mask = (surplus >= used) & (surplus < num_blocks)
+        tl.store(blocks + 3 * surplus, -1, mask=mask)
+        tl.store(blocks + 3 * surplus + 1, 0, mask=mask)
+        tl.store(blocks + 3 * surplus + 2, 0, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "part", "first_expert"])
@@ -183,7 +225,10 @@ def _count_kernel(
     begin = program * part
     end = tl.minimum(begin + part, num_pairs)
     enter(PDL)
-    found = _count(ids, begin, end, first_expert, E, STEP, WIDTH)
+    found = tl.zeros([WIDTH], tl.int32)
+    for start in range(begin, end, STEP):
+        marks = _marks(ids, start + tl.arange(0, STEP), end, first_expert, E, WIDTH)
+        found += tl.sum(marks, axis=0)
     tl.store(counts + program * WIDTH + tl.arange(0, WIDTH), found)
 
 
@@ -199,7 +244,6 @@ def _place_kernel(
     blocks,
     num_blocks,
     BLOCK_M: tl.constexpr,
-    COUNTED: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -211,15 +255,12 @@ def _place_kernel(
     lines = tl.arange(0, STEP)
     enter(PDL)
     earlier = tl.zeros([WIDTH], tl.int32)  # pairs of each expert in the parts before this one
-    if COUNTED:
-        total = tl.zeros([WIDTH], tl.int32)
-        for first in range(0, programs, STEP):
-            other = (first + lines)[:, None]
-            found = tl.load(counts + other * WIDTH + expert, mask=other < programs, other=0)
-            total += tl.sum(found, axis=0)
-            earlier += tl.sum(tl.where(other < program, found, 0), axis=0)
-    else:
-        total = _count(ids, begin, end, first_expert, E, STEP, WIDTH)
+    total = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, programs, STEP):
+        other = (first + lines)[:, None]
+        found = tl.load(counts + other * WIDTH + expert, mask=other < programs, other=0)
+        total += tl.sum(found, axis=0)
+        earlier += tl.sum(tl.where(other < program, found, 0), axis=0)
     ends = tl.cumsum(total)
     heights = (total + BLOCK_M - 1) // BLOCK_M
     ends_in_blocks = tl.cumsum(heights)
@@ -241,7 +282,9 @@ def _place_kernel(
     for start in range(begin, end, STEP):
         pair = start + lines
         marks = _marks(ids, pair, end, first_expert, E, WIDTH)
-        place = free[None, :] + tl.cumsum(marks, axis=0) - 1
-        place = tl.sum(marks * place, axis=1)
-        tl.store(order + place, pair, mask=tl.sum(marks, axis=1) > 0)
+        own = _experts(ids, pair, end, first_expert, E)
+        # Cheaper than to add up the marks along the pairs.
+        ahead = (own[None, :] == own[:, None]) & (lines[None, :] < lines[:, None])
+        place = tl.sum(marks * free[None, :], axis=1) + tl.sum(ahead.to(tl.int32), axis=1)
+        tl.store(order + place, pair, mask=own < E)
         free += tl.sum(marks, axis=0)
