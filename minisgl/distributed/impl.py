@@ -11,7 +11,7 @@ import torch
 from minisgl.utils.logger import get_logger
 
 from .info import get_tp_info
-from .peers import PeerMemory
+from .peers import PeerMemory, faster_up_to, measure
 
 __all__ = ["DistributedCommunicator", "connect_peers", "release_peers", "use_peers"]
 

@@ -77,9 +77,9 @@ class PeerMemory:
         """Let this rank's kernels go on that wait for a dead one, until `close`; what they compute
         means nothing. For a thread of its own.
 
-        Each block of a kernel has a flag for each rank on every rank. It waits for a 0 in its rank's
-        flag on another and makes it 1, then for a 1 in the other's flag here and makes it 0: so
-        ones are written here, and zeros there. What it sends itself goes on as ever.
+        Each block of a kernel has a flag for each rank on every rank. It waits for a 0 in its own
+        rank's on another and makes it 1, then for a 1 in the other's here and makes it 0: so ones
+        are written here, and zeros there. What it sends itself goes on as ever.
         """
         own = self._handle.rank
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
