@@ -6,7 +6,7 @@ import torch
 
 from minisgl.distributed import DistributedCommunicator, get_tp_info
 from minisgl.kernel import grouped_experts, topk_softmax
-from minisgl.utils import partition
+from minisgl.utils import Span, partition
 
 from .base import BaseOP
 
@@ -16,7 +16,8 @@ __all__ = ["MoELayer"]
 class MoELayer(BaseOP):
     """SwiGLU experts, packed: `gate_up_proj [E, 2 I, hidden]`, `down_proj [E, hidden, I]`.
 
-    Under tensor parallelism each expert's intermediate size is cut like a dense MLP's.
+    Under tensor parallelism each expert's intermediate size is cut like a dense MLP's. Under expert
+    parallelism a rank holds whole experts, E of them its own: as many as others, fewer, or none.
     """
 
     def __init__(
@@ -29,9 +30,14 @@ class MoELayer(BaseOP):
         renormalize: bool,
     ) -> None:
         tp = get_tp_info()
-        local = partition(intermediate_size, tp.rank, tp.size).length
-        self.gate_up_proj = torch.empty(num_experts, 2 * local, hidden_size)
-        self.down_proj = torch.empty(num_experts, hidden_size, local)
+        held, inner = Span(0, num_experts), intermediate_size
+        if tp.ep:
+            held = partition(num_experts, tp.rank, tp.size)
+        else:
+            inner = partition(intermediate_size, tp.rank, tp.size).length
+        self.gate_up_proj = torch.empty(held.length, 2 * inner, hidden_size)
+        self.down_proj = torch.empty(held.length, hidden_size, inner)
+        self._first_expert = held.start
         self.top_k = top_k
         self.renormalize = renormalize
         self._comm = DistributedCommunicator()
@@ -42,13 +48,15 @@ class MoELayer(BaseOP):
         router_logits: torch.Tensor,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`x [T, hidden]`, `router_logits [T, E]` to `[T, hidden]`.
+        """`x [T, hidden]`, `router_logits [T, all experts]` to `[T, hidden]`.
 
         `shared [T, hidden]` is this rank's part of what all tokens' expert gives: summed over the
         ranks together with the rest.
         """
         weights, ids = topk_softmax(router_logits, self.top_k, self.renormalize)
-        out = grouped_experts(x, self.gate_up_proj, self.down_proj, weights, ids)
+        out = grouped_experts(
+            x, self.gate_up_proj, self.down_proj, weights, ids, self._first_expert
+        )
         if shared is not None:
             out = out + shared
         return self._comm.all_reduce(out)

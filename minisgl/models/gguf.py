@@ -16,7 +16,7 @@ Memory: one tensor in the target type, plus about 1 MiB of it at a time in float
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,10 @@ def load_gguf_config(path: str) -> dict[str, Any]:
         "hidden_act": "silu",
     }
     config |= _token_ids(meta, config["vocab_size"]) | _biases(meta) | _sliding_window(meta)
-    if meta.arch == "qwen3moe":
+    if meta.has_experts:
         config |= _experts(meta)
-    if config["architectures"] == ["MistralForCausalLM"] and _has_bias(meta):
-        meta.refuse("biases", "a sliding window or a Mistral model has none")
+    if config["model_type"] in ("mistral", "mixtral") and _has_bias(meta):
+        meta.refuse("biases", "a Mistral or Mixtral model, or one with a sliding window, has none")
     return config
 
 
@@ -92,7 +92,10 @@ def gguf_tensor_types(path: str) -> dict[str, str]:
 
 
 def iter_gguf_tensors(
-    path: str, dtype: torch.dtype | None = None, blocks: Mapping[str, str] | None = None
+    path: str,
+    dtype: torch.dtype | None = None,
+    blocks: Mapping[str, str] | None = None,
+    skip: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(Hugging Face name, CPU tensor [out, in])`, sorted by name, one at a time.
 
@@ -102,14 +105,15 @@ def iter_gguf_tensors(
 
     `blocks` names tensors that are wanted in a block format, and that format: one stored in it
     comes as it is, uint8 `[out, bytes of a row]`, a view where no rows are put back in order;
-    another comes as with `dtype` None, so that nothing is rounded before it is quantized.
+    another comes as with `dtype` None, so that nothing is rounded before it is quantized. Those
+    that `skip` says yes to are not read: they come on the meta device.
 
     The file is checked before this returns, not at the first step. Raises ModelNotFoundError,
     CheckpointError (damaged file, unknown tensor names, heads that don't divide the rows) and
     UnsupportedModelError (a tensor's storage type, naming both).
     """
     header = read_gguf_header(path)
-    return _stream(header, _plan(header), dtype, blocks or {})
+    return _stream(header, _plan(header), dtype, blocks or {}, skip)
 
 
 def _num_layers(meta: Metadata) -> int:
@@ -216,7 +220,8 @@ def _has_bias(meta: Metadata, *parts: str) -> bool:
 
 
 def _biases(meta: Metadata) -> dict[str, bool]:
-    """`attention_bias` and `mlp_bias`; Qwen2 has q, k and v biases without a field that says so."""
+    """`attention_bias` and `mlp_bias`, or Qwen2-MoE's `qkv_bias`; Qwen2 has q, k and v biases
+    without a field that says so."""
     if meta.arch == "qwen2":
         return {}
     flags = {}
@@ -224,6 +229,8 @@ def _biases(meta: Metadata) -> dict[str, bool]:
         "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
         "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
     }
+    if meta.arch == "qwen2moe":
+        groups = {"qkv_bias": ("attn_q", "attn_k", "attn_v")}
     for flag, parts in groups.items():
         found = [part for part in parts if _has_bias(meta, part)]
         if found and len(found) < len(parts):
@@ -241,6 +248,8 @@ def _sliding_window(meta: Metadata) -> dict[str, Any]:
     if meta.arch == "llama":
         # Mistral files are written as llama; its class is Llama's with a window.
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    elif meta.arch == "qwen2moe":
+        meta.refuse("a sliding window", "such a model has it in some layers only")
     elif meta.arch.startswith("qwen"):
         config |= {"use_sliding_window": True, "max_window_layers": 0}
     return config
@@ -255,14 +264,34 @@ def _experts(meta: Metadata) -> dict[str, Any]:
             f"{meta.path}: {meta.arch}.expert_count = {experts}, but blk.0.ffn_gate_exps.weight "
             f"has the shape {stacked}; convert the model again"
         )
-    return {
+    used = meta.integer("expert_used_count")
+    inner = meta.integer("expert_feed_forward_length", stacked[1])
+    # What files leave out is what the architecture always did: Qwen2-MoE alone takes the chosen
+    # experts' probabilities as they are.
+    norm = bool(meta.get("expert_weights_norm", meta.arch != "qwen2moe"))
+    if meta.arch == "llama":
+        if not norm:
+            meta.refuse("expert_weights_norm = false", "a Mixtral model normalizes them")
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": experts,
+            "num_experts_per_tok": used,
+            "intermediate_size": inner,
+        }
+    config = {
         "num_experts": experts,
-        "num_experts_per_tok": meta.integer("expert_used_count"),
-        "moe_intermediate_size": meta.integer("expert_feed_forward_length", stacked[1]),
-        "norm_topk_prob": bool(meta.get("expert_weights_norm", True)),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": norm,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     }
+    if meta.arch == "qwen2moe":
+        rows = meta.shapes.get("blk.0.ffn_gate_shexp.weight", (None,))[0]
+        shared = meta.integer("expert_shared_feed_forward_length", rows)
+        config["shared_expert_intermediate_size"] = shared
+    return config
 
 
 def _plan(header: GGUFHeader) -> list[Source]:
@@ -298,7 +327,11 @@ def _map(header: GGUFHeader) -> npt.NDArray[np.uint8]:
 
 
 def _stream(
-    header: GGUFHeader, plan: list[Source], dtype: torch.dtype | None, blocks: Mapping[str, str]
+    header: GGUFHeader,
+    plan: list[Source],
+    dtype: torch.dtype | None,
+    blocks: Mapping[str, str],
+    skip: Callable[[str], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     data = _map(header)
     for source in plan:
@@ -312,6 +345,9 @@ def _stream(
             yield source.name, torch.from_numpy(rows if order is None else rows[order])
             continue
         target = (None if wanted else dtype) or stored or torch.float32
+        if skip(source.name):
+            yield source.name, torch.empty(info.shape, dtype=target, device="meta")
+            continue
         if stored == target and not source.heads:
             yield source.name, torch.from_numpy(raw).view(target).view(info.shape)
             continue

@@ -3,6 +3,7 @@
     token_embd.weight            -> model.embed_tokens.weight
     blk.3.attn_q.bias            -> model.layers.3.self_attn.q_proj.bias
     blk.3.ffn_up_exps.weight     -> model.layers.3.mlp.experts.{0 .. E-1}.up_proj.weight
+                                    (Mixtral's too: these names are what its own become anyway)
     rope_freqs.weight            -> none: it is part of the config, see `gguf.py`
 
 Source of the names: ggml's `docs/gguf.md` and the constants of the `gguf` library.
@@ -21,17 +22,20 @@ from ..utils.gguf_header import GGML_TYPES, GGUFHeader, GGUFTensorInfo
 
 __all__ = ["ARCHITECTURES", "ROPE_FACTORS", "Metadata", "Source", "plan_tensors"]
 
-# general.architecture -> (class name in `architectures`, `model_type`)
+# general.architecture -> (class name in `architectures`, `model_type`); llama with experts is
+# Mixtral
 ARCHITECTURES: dict[str, tuple[str, str]] = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 # Their q and k rows are stored so that rotary pairs are neighbours.
 _INTERLEAVED = frozenset({"llama", "mistral", "mistral3"})
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
 ROPE_FACTORS = "rope_freqs.weight"
 
 _GLOBAL = {
@@ -52,6 +56,10 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
@@ -101,10 +109,15 @@ class Metadata:
             value = self.values.get(f"{self.arch}.{key}", neutral[0])
             if value not in neutral:
                 self.refuse(f"{self.arch}.{key} = {value!r}", "it must be absent")
-        if self.arch != "qwen3moe" and self.integer("expert_count", 0, least=0) > 0:
-            self.refuse("experts", "only qwen3moe files may have them")
+        if self.arch not in _WITH_EXPERTS and self.integer("expert_count", 0, least=0) > 0:
+            self.refuse("experts", f"only files of {', '.join(_WITH_EXPERTS)} may have them")
         if self.values.get("split.count", 1) not in (0, 1):
             self.refuse("several files (split.count > 1)", "merge them into one first")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLPs are mixtures of experts."""
+        return self.arch.endswith("moe") or self.integer("expert_count", 0, least=0) > 0
 
     def refuse(self, what: str, why: str) -> NoReturn:
         raise UnsupportedModelError(
@@ -192,6 +205,8 @@ def plan_tensors(header: GGUFHeader, num_heads: int, num_kv_heads: int) -> list[
             sources.append(Source(_GLOBAL[info.name], info, 0))
         elif match and match[2] in _LAYER:
             name = f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+            if match[2] == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # it has one output
+                info = info._replace(shape=(1, *info.shape))
             sources.append(Source(name, info, heads_of.get(match[2], 0)))
         elif match and match[2] in _EXPERTS and match[3] == "weight":
             sources += _split_experts(header, info, match[1], _EXPERTS[match[2]])

@@ -22,12 +22,13 @@ def random_weights(
     """Yield `(name, tensor)` for every weight of a model on meta: its shape and dtype, on `device`.
 
     Norms are ones, everything else is normal with standard deviation 0.02. Values are drawn on
-    the device, one tensor after another, so that a large model takes seconds; they depend on
-    `seed`, the model and the kind of device. Raises `ConfigError` for weights in blocks, which
-    random bytes would not make numbers of an ordinary size.
+    the device, so that a large model takes seconds; they depend on `seed`, the kind of device, and
+    a tensor's place and shape, so that what ranks have whole is the same on all of them. Raises
+    `ConfigError` for weights in blocks, which random bytes would not make numbers of an ordinary
+    size.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, like in model.state_dict().items():
+    generator = torch.Generator(device)
+    for index, (name, like) in enumerate(model.state_dict().items()):
         if not like.dtype.is_floating_point:
             raise ConfigError(
                 f"random weights can't be quantized ({name} is {like.dtype}): use "
@@ -37,4 +38,5 @@ def random_weights(
         if name.endswith("norm.weight"):
             yield name, tensor.fill_(1)
         else:
+            generator.manual_seed((seed << 16) + index)
             yield name, tensor.normal_(0, DEVIATION, generator=generator)

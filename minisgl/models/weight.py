@@ -1,11 +1,12 @@
 """Streaming checkpoints into the model's own names and shapes.
 
     read (safetensors or GGUF, sorted by name, one tensor at a time)
-      -> this rank's shard          see `shard.py`; of safetensors nothing else is read
+      -> this rank's shard          see `shard.py`; of safetensors nothing else is read, and of
+                                    other ranks' experts nothing at all
       -> checked                    that the target dtype can hold it
       -> blocks                     those that `storage` names, one by one; see `quantize.py`
       -> merged projections         q, k, v -> qkv_proj;  gate, up -> gate_up_proj
-      -> packed experts             experts.0 ... experts.E-1 -> [E, ...]
+      -> packed experts             experts.0 ... experts.E-1 -> [E, ...], this rank's E
       -> target dtype and device
 
 Each stage is a generator that holds only what is incomplete, so that the memory in use is the
@@ -17,7 +18,7 @@ that need no work are views of the mapped file; the system reads their pages whe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,12 +32,11 @@ from minisgl.utils.hf import is_gguf, read_json
 from .checkpoint import load_model_config
 from .fields import shown
 from .quantize import Storage, parts_by_tensor, quantize_parts
-from .shard import Cut, find_cut, shard_tensor, take
+from .shard import EXPERT, Share, shard_tensor
 
 __all__ = ["load_weight", "shard_tensor"]
 
 NamedTensor = tuple[str, torch.Tensor]
-FindCut = Callable[[str, Sequence[int]], Cut | None]
 
 _MERGED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -45,7 +45,6 @@ _MERGED = {
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-_EXPERT = re.compile(r"^(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight$")
 _MIXTRAL_EXPERT = re.compile(r"(\.experts\.\d+)\.(w[123])\.")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,39 +68,34 @@ def load_weight(
     unreadable, and `ModelNotFoundError` when there are no weights.
     """
     config, tp = load_model_config(model_path), get_tp_info()
+    share = Share(tp.rank, tp.size, config.num_kv_heads, config.num_experts, tp.ep)
     parts = parts_by_tensor(storage or {})
     blocks: dict[str, str] = {}
-
-    def cut_of(name: str, shape: Sequence[int]) -> Cut | None:
-        return find_cut(name, shape, tp.rank, tp.size, config.num_kv_heads)
-
     if is_gguf(model_path):
         blocks = {name: part.type for name, part in parts.items() if part.type in BLOCKS}
-        whole = _read_gguf(model_path, dtype, blocks)
-        shards = _cut(whole, cut_of)
+        shards = _read_gguf(model_path, dtype, blocks, share)
     else:
-        shards = _read_safetensors(model_path, cut_of)
+        shards = _read_safetensors(model_path, share)
     stored = quantize_parts(_checked(shards, dtype, blocks), parts)
-    for name, tensor in _pack_experts(_merge(stored, dtype), config.num_experts, dtype):
+    for name, tensor in _pack_experts(_merge(stored, dtype), share, dtype):
         target = tensor.dtype if dtype is None or tensor.dtype == torch.uint8 else dtype
         yield name, tensor.to(device=device, dtype=target).contiguous()
 
 
-def _cut(tensors: Iterator[NamedTensor], cut_of: FindCut) -> Iterator[NamedTensor]:
-    """This rank's part of whole tensors."""
-    for name, tensor in tensors:
-        yield name, take(tensor, cut_of(name, tensor.shape))
-
-
 def _read_gguf(
-    path: str, dtype: torch.dtype | None, blocks: Mapping[str, str]
+    path: str, dtype: torch.dtype | None, blocks: Mapping[str, str], share: Share
 ) -> Iterator[NamedTensor]:
+    """This rank's part of all tensors, which are dequantized whole."""
     from .gguf import gguf_num_tensors, iter_gguf_tensors
 
-    yield from _progress(iter_gguf_tensors(path, dtype, blocks), gguf_num_tensors(path))
+    if dtype == torch.float16:
+        dtype = None  # what it can't hold must be seen before it is rounded
+    tensors = iter_gguf_tensors(path, dtype, blocks, share.is_elsewhere)
+    for name, tensor in _progress(tensors, gguf_num_tensors(path)):
+        yield name, share.part(name, tensor, tensor.shape)
 
 
-def _read_safetensors(folder: str, cut_of: FindCut) -> Iterator[NamedTensor]:
+def _read_safetensors(folder: str, share: Share) -> Iterator[NamedTensor]:
     """This rank's part of all tensors, file by file and sorted by name within a file."""
     from safetensors import SafetensorError, safe_open
 
@@ -121,9 +115,9 @@ def _read_safetensors(folder: str, cut_of: FindCut) -> Iterator[NamedTensor]:
                             raise CheckpointError(f"{key} is in two files, again in {file}")
                         seen.add(key)
                         if not key.endswith("rotary_emb.inv_freq"):  # old files store the table
-                            part = handle.get_slice(key)
+                            stored = handle.get_slice(key)
                             name = _model_name(key)
-                            yield name, take(part, cut_of(name, part.get_shape()))
+                            yield name, share.part(name, stored, stored.get_shape())
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"Can't read {file}: {error}") from error
 
@@ -199,7 +193,8 @@ def _checked(
                 f"{name} is stored as {tensor.dtype}, which is not supported; "
                 "convert the checkpoint to float32, bfloat16 or float16"
             )
-        if dtype == torch.float16 and tensor.dtype != torch.float16 and tensor.numel():
+        here = tensor.numel() > 0 and not tensor.is_meta
+        if dtype == torch.float16 and tensor.dtype != torch.float16 and here:
             worst = tensor.abs().max().item()
             if worst > torch.finfo(torch.float16).max:
                 raise CheckpointError(
@@ -232,7 +227,7 @@ def _merge(tensors: Iterator[NamedTensor], dtype: torch.dtype | None) -> Iterato
 
 def _stack(key: str, parts: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
     """The parts one after another along dim 0, in `dtype` (None: the first part's)."""
-    if len({part.shape[1:] for part in parts}) > 1:
+    if len({(part.dim(), part.shape[1:]) for part in parts}) > 1 or parts[0].dim() == 0:
         raise CheckpointError(f"{key}: parts of {[tuple(p.shape) for p in parts]} don't fit")
     out = parts[0].new_empty(
         (sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype or parts[0].dtype
@@ -245,28 +240,31 @@ def _stack(key: str, parts: list[torch.Tensor], dtype: torch.dtype | None) -> to
 
 
 def _pack_experts(
-    tensors: Iterator[NamedTensor], num_experts: int, dtype: torch.dtype | None
+    tensors: Iterator[NamedTensor], share: Share, dtype: torch.dtype | None
 ) -> Iterator[NamedTensor]:
-    """Copy each expert's tensor to its place in one `[E, ...]` tensor."""
+    """Copy the tensor of each expert that the rank holds to its place in one `[E, ...]` tensor.
+
+    All experts must come, those that are elsewhere by their shape alone.
+    """
     packed: dict[str, torch.Tensor] = {}
     missing: dict[str, set[int]] = {}
     for name, tensor in tensors:
-        match = _EXPERT.match(name)
+        match = EXPERT.fullmatch(name)
         if match is None:
             yield name, tensor
             continue
         key, expert = f"{match['stem']}.{match['name']}", int(match["expert"])
         if key not in packed:
-            packed[key] = tensor.new_empty(
-                (num_experts, *tensor.shape), dtype=dtype or tensor.dtype
-            )
-            missing[key] = set(range(num_experts))
+            shape = (len(share.experts), *tensor.shape)
+            packed[key] = torch.empty(shape, dtype=dtype or tensor.dtype, device="cpu")
+            missing[key] = set(range(share.num_experts))
         if expert not in missing[key] or tensor.shape != packed[key].shape[1:]:
             raise CheckpointError(
-                f"{name} {tuple(tensor.shape)} does not fit {num_experts} experts of "
+                f"{name} {tuple(tensor.shape)} does not fit {share.num_experts} experts of "
                 f"{tuple(packed[key].shape[1:])}"
             )
-        packed[key][expert] = tensor
+        if expert in share.experts:
+            packed[key][expert - share.experts.start] = tensor
         missing[key].discard(expert)
         if not missing[key]:
             del missing[key]

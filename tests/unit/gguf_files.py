@@ -11,7 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 4, 2, 64, 40
-EXPERTS, EXPERT_FFN = 3, 256
+EXPERTS, EXPERT_FFN, SHARED_FFN = 3, 256, 768
+FILE_ARCH = {"mixtral": "llama"}
+"""What files call an architecture that has no name of its own there."""
 Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
 
@@ -34,6 +36,10 @@ def decode(stored: np.ndarray, kind: str) -> torch.Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(stored, Type[kind]), np.float32))
 
 
+def has_experts(arch: str) -> bool:
+    return arch == "mixtral" or arch.endswith("moe")
+
+
 def tensor_shapes(arch: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
@@ -49,11 +55,18 @@ def tensor_shapes(arch: str) -> dict[str, tuple[int, ...]]:
             "attn_v.weight": (KV, HIDDEN),
             "attn_output.weight": (HIDDEN, Q),
         }
-        if arch == "qwen2":
+        if arch in ("qwen2", "qwen2moe"):
             block |= {"attn_q.bias": (Q,), "attn_k.bias": (KV,), "attn_v.bias": (KV,)}
         if arch.startswith("qwen3"):
             block |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
-        if arch == "qwen3moe":
+        if arch == "qwen2moe":
+            block |= {
+                "ffn_gate_inp_shexp.weight": (HIDDEN,),  # converters drop the 1
+                "ffn_gate_shexp.weight": (SHARED_FFN, HIDDEN),
+                "ffn_up_shexp.weight": (SHARED_FFN, HIDDEN),
+                "ffn_down_shexp.weight": (HIDDEN, SHARED_FFN),
+            }
+        if has_experts(arch):
             block |= {
                 "ffn_gate_inp.weight": (EXPERTS, HIDDEN),
                 "ffn_gate_exps.weight": (EXPERTS, EXPERT_FFN, HIDDEN),
@@ -83,10 +96,13 @@ class Written:
         extra: dict[str, np.ndarray] | None = None,
         kinds: dict[str, str] | None = None,
     ) -> None:
-        """`kind` is the type of all matrices but those to which `kinds` gives another."""
+        """`kind` is the type of all matrices but those to which `kinds` gives another.
+
+        `arch` is the file's architecture, or one of `FILE_ARCH`.
+        """
         self.path = str(path)
         self.stored: dict[str, tuple[np.ndarray, str]] = {}
-        writer = gguf.GGUFWriter(self.path, arch)
+        writer = gguf.GGUFWriter(self.path, FILE_ARCH.get(arch, arch))
         writer.add_block_count(2)
         writer.add_context_length(1024)
         writer.add_embedding_length(HIDDEN)
@@ -98,12 +114,20 @@ class Written:
         writer.add_token_list([f"t{index}" for index in range(VOCAB)])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
-        if arch == "qwen3moe":
+        if has_experts(arch):
             writer.add_expert_count(EXPERTS)
             writer.add_expert_used_count(2)
+        if arch.endswith("moe"):
             writer.add_expert_feed_forward_length(EXPERT_FFN)
+        if arch == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(SHARED_FFN)
         for key, value in (keys or {}).items():
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+            add = {
+                str: writer.add_string,
+                float: writer.add_float32,
+                int: writer.add_uint32,
+                bool: writer.add_bool,
+            }
             add.get(type(value), writer.add_array)(key, value)
         rng = np.random.default_rng(0)
         arrays = {name: rng.normal(size=shape) for name, shape in tensor_shapes(arch).items()}

@@ -23,6 +23,7 @@ from tests.unit.gguf_files import (
     HIDDEN,
     KV,
     KV_HEADS,
+    SHARED_FFN,
     VOCAB,
     Q,
     Written,
@@ -47,6 +48,10 @@ RENAMED = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 
 
@@ -81,8 +86,10 @@ def expected_tensors(written: Written, arch: str) -> dict[str, torch.Tensor]:
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
                 result[name] = value[expert]
             continue
-        if arch == "llama" and part in ("attn_q", "attn_k"):
+        if arch in ("llama", "mixtral") and part in ("attn_q", "attn_k"):
             value = two_halves(value, HEADS if part == "attn_q" else KV_HEADS)
+        if part == "ffn_gate_inp_shexp":
+            value = value.view(1, HIDDEN)
         result[f"model.layers.{layer}.{RENAMED[part]}.{suffix}"] = value
     return result
 
@@ -97,6 +104,10 @@ def expected_tensors(written: Written, arch: str) -> dict[str, torch.Tensor]:
         ("qwen3", "BF16"),
         ("qwen3moe", "Q4_K"),
         ("qwen3moe", "F16"),
+        ("qwen2moe", "Q4_K"),
+        ("qwen2moe", "F16"),
+        ("mixtral", "Q8_0"),
+        ("mixtral", "BF16"),
     ],
 )
 def test_tensors_are_exact(tmp_path: Path, arch: str, kind: str, dtype: torch.dtype | None) -> None:
@@ -107,7 +118,8 @@ def test_tensors_are_exact(tmp_path: Path, arch: str, kind: str, dtype: torch.dt
     assert gguf_num_tensors(written.path) == len(expected)
     plain = {"F16": torch.float16, "BF16": torch.bfloat16}
     for name, tensor in got.items():
-        stored = plain.get(kind, torch.float32) if expected[name].ndim > 1 else torch.float32
+        is_matrix = expected[name].ndim > 1 and "shared_expert_gate" not in name
+        stored = plain.get(kind, torch.float32) if is_matrix else torch.float32
         assert tensor.dtype == (dtype or stored), name
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
@@ -181,6 +193,8 @@ def test_unknown_tensors_and_types_are_named_before_any_is_yielded(tmp_path: Pat
         ("qwen2", "Qwen2ForCausalLM", "qwen2"),
         ("qwen3", "Qwen3ForCausalLM", "qwen3"),
         ("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("qwen2moe", "Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("mixtral", "MixtralForCausalLM", "mixtral"),
     ],
 )
 def test_config(tmp_path: Path, arch: str, name: str, model_type: str) -> None:
@@ -205,14 +219,19 @@ def test_config(tmp_path: Path, arch: str, name: str, model_type: str) -> None:
         "eos_token_id": 2,
         "pad_token_id": None,
     }
-    if arch != "qwen2":
+    if not arch.startswith("qwen2"):
         expected |= {"attention_bias": False, "mlp_bias": False}
-    if arch == "qwen3moe":
+    if arch == "mixtral":
+        expected |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+        expected["intermediate_size"] = EXPERT_FFN  # the tensors' when no key says it
+    if arch == "qwen2moe":
+        expected |= {"qkv_bias": True, "shared_expert_intermediate_size": SHARED_FFN}
+    if arch.endswith("moe"):
         expected |= {
             "num_experts": EXPERTS,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": EXPERT_FFN,
-            "norm_topk_prob": True,
+            "norm_topk_prob": arch == "qwen3moe",
             "mlp_only_layers": [],
             "decoder_sparse_step": 1,
         }
@@ -241,6 +260,13 @@ def test_config(tmp_path: Path, arch: str, name: str, model_type: str) -> None:
             {"qwen2.attention.sliding_window": 256},
             {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0},
         ),
+        (
+            "mixtral",
+            {"llama.attention.sliding_window": 256, "llama.expert_feed_forward_length": 99},
+            {"sliding_window": 256, "model_type": "mixtral", "intermediate_size": 99},
+        ),
+        ("qwen2moe", {"qwen2moe.expert_weights_norm": True}, {"norm_topk_prob": True}),
+        ("qwen3moe", {"qwen3moe.expert_weights_norm": False}, {"norm_topk_prob": False}),
         ("llama", {"llama.rope.scaling.type": "none"}, {"rope_scaling": None}),
         (
             "llama",
@@ -311,7 +337,21 @@ def test_rope_freqs_is_config_and_not_a_weight(tmp_path: Path) -> None:
     ("arch", "keys", "error", "message"),
     [
         ("gemma", {}, UnsupportedModelError, "'gemma' is not supported; supported: llama,"),
-        ("llama", {"llama.expert_count": 8}, UnsupportedModelError, "experts"),
+        (
+            "qwen3",
+            {"qwen3.expert_count": 8},
+            UnsupportedModelError,
+            "only files of llama, qwen2moe",
+        ),
+        ("llama", {"llama.expert_count": 8}, CheckpointError, "expert_count = 8, but .* None"),
+        ("mixtral", {"llama.expert_weights_norm": False}, UnsupportedModelError, "normalizes"),
+        ("mixtral", {"llama.expert_used_count": 0}, CheckpointError, "expert_used_count = 0"),
+        (
+            "qwen2moe",
+            {"qwen2moe.attention.sliding_window": 9},
+            UnsupportedModelError,
+            "in some layers only",
+        ),
         ("llama", {"llama.logit_scale": 0.5}, UnsupportedModelError, r"llama\.logit_scale = 0\.5"),
         ("llama", {"split.count": 3}, UnsupportedModelError, "merge them"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, UnsupportedModelError, "longrope"),
