@@ -93,8 +93,8 @@ def group_pairs(
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
     if pairs <= _FEW_PAIRS:
         size = max(16, triton.next_power_of_2(pairs))
-        numbers = (ids, pairs, first_expert, experts, order, blocks, num_blocks)
-        _compare_kernel[(1,)](*numbers, BLOCK_M=block_m, SIZE=size, num_warps=8, **pdl(ids))
+        few = (ids, pairs, first_expert, experts, order, blocks, num_blocks)
+        _compare_kernel[(1,)](*few, BLOCK_M=block_m, SIZE=size, num_warps=8, **pdl(ids))
         return order, blocks
     step = min(256, 8192 // width)
     part = triton.cdiv(triton.cdiv(pairs, 128), step) * step
