@@ -17,7 +17,7 @@ from .utils.flags import option
 if TYPE_CHECKING:  # commands that load no model start without it
     import torch
 
-__all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "flag_name"]
+__all__ = ["EngineConfig", "ModelFacts", "ResolvedConfig", "flag_name", "split_address"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -125,6 +125,15 @@ class EngineConfig:
         "expert parallelism: each of the --tp ranks holds whole experts, not a part of each",
         aliases=("--enable-expert-parallel",),
     )
+    nnodes: int = option(1, "hosts that the --tp ranks run on, equally many on each")
+    node_rank: int = option(
+        0,
+        "which of the --nnodes hosts this is; 0 answers requests, and on the others `minisgl "
+        "serve` starts their ranks and no server",
+    )
+    dist_init_addr: str | None = option(
+        None, "HOST:PORT of node 0, where it listens for the other nodes; the same on all of them"
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -141,6 +150,7 @@ class EngineConfig:
             "max_prefill_length",
             "threads",
             "tp",
+            "nnodes",
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -164,6 +174,12 @@ class EngineConfig:
                 "--schedule-policy lpm orders requests by their cached prefixes, and --cache naive "
                 "has none: use --cache radix or --schedule-policy fcfs"
             )
+        _check_nodes(self)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many of the `tp` ranks each node has."""
+        return self.tp // self.nnodes
 
 
 @dataclass(frozen=True)
@@ -217,7 +233,54 @@ class ResolvedConfig:
     tp: int
     ep: bool
     """Whether ranks hold whole experts."""
+    nnodes: int
+    """Hosts that the ranks run on."""
     reasons: tuple[str, ...] = ()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`; an IPv6 host stands in brackets. Raises `ConfigError`."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
+    if not host or not 0 < number < 1 << 16:
+        raise ConfigError(
+            f"--dist-init-addr = {address!r} must be HOST:PORT with a port of 1 to 65535, for "
+            "example 10.0.0.1:29500 or [fd00::1]:29500"
+        )
+    return host, number
+
+
+def _check_nodes(config: EngineConfig) -> None:
+    """Whether the flags about nodes fit each other."""
+    nodes, node, address = config.nnodes, config.node_rank, config.dist_init_addr
+    if type(node) is not int or not 0 <= node < nodes:
+        raise ConfigError(
+            f"--node-rank = {node!r} must be an integer of at least 0 and less than --nnodes "
+            f"{nodes}"
+        )
+    if config.tp % nodes:
+        raise ConfigError(
+            f"--tp {config.tp} must divide by --nnodes {nodes}, for each node has equally many "
+            "ranks: change one of them"
+        )
+    if address is not None and not isinstance(address, str):
+        raise ConfigError(f"--dist-init-addr = {address!r} must be a text, HOST:PORT")
+    if nodes > 1 and address is None:
+        raise ConfigError(
+            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that the "
+            "other nodes reach"
+        )
+    if nodes == 1 and address is not None:
+        raise ConfigError(
+            f"--dist-init-addr {address} is where several nodes meet, and --nnodes is 1: raise "
+            "--nnodes or leave the address out"
+        )
+    if address is not None:
+        split_address(address)
 
 
 def flag_name(field_name: str) -> str:

@@ -77,11 +77,12 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelFacts) -> Reso
         threads=choose(
             "threads",
             config.threads,
-            max(1, hardware.num_cpus // config.tp),
-            "CPUs this process may use" if config.tp == 1 else "CPUs for each rank",
+            max(1, hardware.num_cpus // config.ranks_per_node),
+            "CPUs this process may use" if config.ranks_per_node == 1 else "CPUs for each rank",
         ),
         tp=config.tp,
         ep=config.ep,
+        nnodes=config.nnodes,
         reasons=tuple(choices.reasons),
     )
 
@@ -304,10 +305,12 @@ def _check_ranks(config: EngineConfig, hardware: Hardware, model: ModelFacts, cp
             f"{kv_heads} KV heads, which must divide by it or it by them; choose from "
             f"{', '.join(map(str, possible))}"
         )
-    if not cpu and hardware.num_gpus < ranks:
+    if not cpu and hardware.num_gpus < config.ranks_per_node:
+        nodes = config.nnodes
+        asked = f"--tp {ranks}" if nodes == 1 else f"--tp {ranks} with --nnodes {nodes}"
         raise ConfigError(
-            f"--tp {ranks} needs as many GPUs, and torch sees {hardware.num_gpus}: lower it, or "
-            "use --device cpu"
+            f"{asked} needs a GPU for each of a node's {config.ranks_per_node} ranks, and torch "
+            f"sees {hardware.num_gpus} here: lower --tp, or use --device cpu"
         )
 
 

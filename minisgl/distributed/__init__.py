@@ -9,7 +9,14 @@ Read next: `minisgl/kernel/`.
 
 from __future__ import annotations
 
-from .group import CommandChannel, find_store, join_group, leave_group, make_store
+from .group import (
+    CommandChannel,
+    abort_group,
+    find_store,
+    join_group,
+    leave_group,
+    make_store,
+)
 from .impl import DistributedCommunicator
 from .info import DistributedInfo, get_tp_info, set_tp_info
 
@@ -17,6 +24,7 @@ __all__ = [
     "CommandChannel",
     "DistributedCommunicator",
     "DistributedInfo",
+    "abort_group",
     "find_store",
     "get_tp_info",
     "join_group",

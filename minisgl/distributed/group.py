@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Store, TCPStore
 
+from minisgl.errors import ConfigError
+
+from .impl import connect_peers, release_peers, use_peers
 from .info import DistributedInfo, get_tp_info, set_tp_info
 
-__all__ = ["CommandChannel", "find_store", "join_group", "leave_group", "make_store"]
+__all__ = [
+    "CommandChannel",
+    "abort_group",
+    "find_store",
+    "join_group",
+    "leave_group",
+    "make_store",
+]
 
 _FOREVER = timedelta(days=365)
 """Ranks without work wait for commands; that rank 0 died is seen by its closed connection."""
@@ -19,23 +33,44 @@ _INLINE = 4096
 _LENGTH = 8
 
 
-def make_store(size: int) -> TCPStore:
-    """Where ranks of this host find each other: on a port that the system chose."""
-    return TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+def make_store(size: int, port: int = 0) -> TCPStore:
+    """Where ranks find each other: on a port that the system chose, or on this one.
+
+    It listens on all interfaces; this process itself reaches it by the loopback one. Raises
+    `ConfigError` if the port can't be had.
+    """
+    try:
+        return TCPStore("127.0.0.1", port, size, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        if not port:
+            raise
+        why = "it is in use" if "EADDRINUSE" in str(error) else str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--dist-init-addr: can't listen on port {port}: {why}; end what has it, or choose "
+            "another port, the same on all nodes"
+        ) from error
 
 
-def find_store(port: int, size: int) -> TCPStore:
-    """Rank 0's store, from another rank."""
-    return TCPStore("127.0.0.1", port, size, is_master=False)
+def find_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
+    """Rank 0's store, from another rank or thread; calls that wait do so for `timeout_s`."""
+    return TCPStore(
+        host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
 
 
-def join_group(info: DistributedInfo, store: Store, device: torch.device, timeout_s: float) -> None:
+def join_group(
+    info: DistributedInfo, store: Store, device: torch.device, timeout_s: float, *, one_host: bool
+) -> None:
     """Make this process the rank that `info` says; returns when all have joined.
 
     Collectives are gloo's on a CPU and NCCL's on CUDA; one that takes longer than `timeout_s`
-    raises `RuntimeError`, as does one whose peer died.
+    raises `RuntimeError`, as does one whose peer died. With `one_host`, whose GPU i is rank i's,
+    small sums go through memory that GPUs map from each other, where that is faster.
     """
     set_tp_info(info)
+    if device.type == "cuda" and info.is_primary():
+        # When a peer is gone, collectives are to end, but not this process, which may be a user's.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,
@@ -43,13 +78,27 @@ def join_group(info: DistributedInfo, store: Store, device: torch.device, timeou
         world_size=info.size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if device.type == "cuda" and one_host:
+        connect_peers(torch.device("cuda", torch.cuda.current_device()))
 
 
 def leave_group() -> None:
     """This process is rank 0 of 1 again."""
+    use_peers(None)
     if dist.is_initialized():
         dist.destroy_process_group()
     set_tp_info(None)
+
+
+def abort_group() -> None:
+    """Let go who waits for a collective on a GPU, whose peer is gone; call it in another thread.
+
+    Its results mean nothing. gloo's collectives, which can't be aborted, end with the connection.
+    """
+    threading.Thread(target=release_peers, name="release peers", daemon=True).start()
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(RuntimeError, ValueError):  # the group was left meanwhile
+            c10d._abort_process_group()
 
 
 class CommandChannel:

@@ -93,7 +93,7 @@ def _table_bytes(config: ResolvedConfig, length: int) -> int:
 def _budget_bytes(config: ResolvedConfig, page_bytes: int, measure_peak: Callable[[], int]) -> int:
     """For pages: on a CPU a share of the memory; on CUDA what all else leaves of the share."""
     if config.device.type == "cpu":
-        return int(available_memory_bytes() * config.memory_ratio / config.tp)
+        return int(available_memory_bytes() * config.memory_ratio * config.nnodes / config.tp)
     free, total = torch.cuda.mem_get_info(config.device)
     try:
         peak = measure_peak()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,8 +46,14 @@ class Built(NamedTuple):
 def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
     """Load the model at `path`, described by `info`; the reasons of what was chosen are logged.
 
-    With several ranks this process becomes rank 0, and the others' processes are started.
+    With several ranks this process becomes rank 0, and the others' processes are started; those
+    of other nodes are waited for.
     """
+    if config.node_rank:
+        raise ConfigError(
+            f"--node-rank {config.node_rank}: only node 0 answers requests; this node holds ranks "
+            f"for it, so run `minisgl serve ... --node-rank {config.node_rank}` here"
+        )
     resolved = resolve_here(info, config)
     for reason in resolved.reasons:
         logger.info(reason)
@@ -56,15 +63,16 @@ def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
         )
     if resolved.tp == 1:
         return make_scheduler(path, info, resolved)
+    from .nodes import make_facts
     from .ranks import Ranks
 
-    ranks = Ranks(path, config, resolved.device)
+    ranks = Ranks(path, config, resolved.device, make_facts(info, config, resolved))
     try:
         with ranks.failing_together():
-            built = make_scheduler(path, info, resolved, ranks)
+            built = make_scheduler(path, info, resolved, ranks.all_loaded, ranks)
             ranks.wait_for("ready")
-    except BaseException:
-        ranks.close()
+    except BaseException as error:
+        ranks.close(why=f"node 0 did not start: {type(error).__name__}: {error}")
         raise
     return built
 
@@ -81,10 +89,15 @@ def resolve_here(info: ModelInfo, config: EngineConfig) -> ResolvedConfig:
 
 
 def make_scheduler(
-    path: str, info: ModelInfo, resolved: ResolvedConfig, ranks: Ranks | None = None
+    path: str,
+    info: ModelInfo,
+    resolved: ResolvedConfig,
+    on_loaded: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> Built:
-    """This rank's engine, and a scheduler that leads `ranks` if there are any."""
-    engine = Engine(path, info.config, resolved)
+    """This rank's engine, and a scheduler that leads `ranks` if there are any; `on_loaded` is
+    `Engine`'s."""
+    engine = Engine(path, info.config, resolved, on_loaded)
     plan = engine.plan
     parts = (
         engine,
@@ -93,7 +106,7 @@ def make_scheduler(
     )
     policy, overlap = resolved.schedule_policy, resolved.overlap
     if ranks is not None:
-        from .ranks import LeadingScheduler
+        from .leading import LeadingScheduler
 
         leading = LeadingScheduler(*parts, ranks, policy=policy, overlap=overlap)
         return Built(leading, engine, resolved, ranks)

@@ -1,15 +1,15 @@
 """Tensor-parallel ranks: one process each, all with a scheduler and engine of their own.
 
-    rank 0    add, abort, step ...  --commands-->  the others: the same calls in the same order
-    all       step: plan alike, compute their shard, all-reduce; tokens are rank 0's
+    node 0    rank 0   rank 1   rank 2 ...      rank 0's process holds the store where all meet
+                  starts ──┴──────┘
+    node 1    rank N/2 ...                      started by `other_node.py`, and seen by `nodes.py`
 
-Every decision of a scheduler is a function of the calls made so far, so ranks that make the same
-calls take the same ones, and only calls need be told. A rank that fails or dies ends them all: what
-it lacks, others wait for in a collective.
+A rank that fails or dies ends them all: what it lacks, others wait for in a collective.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -22,25 +22,22 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from minisgl.config import EngineConfig
-from minisgl.core import Executor, Req
+from minisgl.config import EngineConfig, split_address
 from minisgl.distributed import (
     CommandChannel,
     DistributedInfo,
+    abort_group,
     join_group,
     leave_group,
     make_store,
 )
-from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.kvcache import KVCache
-from minisgl.params import SamplingParams
+from minisgl.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl.utils.logger import LogSettings, get_logger
 from minisgl.utils.mp import Child, how_ended
 
-from .planner import Limits
-from .scheduler import FinishReason, Scheduler, Update
+from .nodes import JOIN_S, SILENCE_S, Facts, Nodes
 
-__all__ = ["Follower", "LeadingScheduler", "Ranks", "RankSpec"]
+__all__ = ["LocalRanks", "RankSpec", "Ranks"]
 
 logger = get_logger(__name__)
 
@@ -50,15 +47,17 @@ GRACE_S = 1.0
 """A rank's end breaks its connections a moment before it is known who it was."""
 FAREWELL_S = 5.0
 """For what ranks still have to do at the end."""
+LOG_S = 30.0
+"""Between two lines about whom rank 0 waits for."""
 
 
 class RankSpec(msgspec.Struct):
     """What a rank's process is told when it starts."""
 
     rank: int
-    size: int
-    port: int
+    host: str
     """Of rank 0's store."""
+    port: int
     model_path: str
     config: dict[str, Any]
     """Fields of `EngineConfig`."""
@@ -68,80 +67,65 @@ class RankSpec(msgspec.Struct):
     log_format: str
 
 
-class _Command(msgspec.Struct, tag=True, array_like=True):
-    """A call of the scheduler's."""
+class LocalRanks:
+    """The processes of those ranks of one node that this process does not hold itself."""
 
+    def __init__(self, on_exit: Callable[[str, int], None]) -> None:
+        """`on_exit` gets each end before `stop`, in words and as an exit code, in a thread."""
+        self._on_exit = on_exit
+        self._ended = threading.Semaphore(0)  # once for each that did
+        self._is_stopping = False
+        self._children: list[Child] = []
 
-class _Add(_Command):
-    uid: int
-    token_ids: list[int]
-    prompt_len: int
-    params: SamplingParams
-    max_len: int
-    seed: int
-    choice: int
-    stop_ids: list[int]
-    eos_ids: list[int]
-    priority: int
-    cache_salt: str | None
+    def start(
+        self, ranks: range, address: tuple[str, int], model_path: str, config: EngineConfig
+    ) -> None:
+        """Start the processes of these ranks; `address` is that of rank 0's store."""
+        where = f" on node {config.node_rank}" if config.nnodes > 1 else ""
+        common = (*address, os.path.abspath(model_path), vars(config), TIMEOUT_S)
+        for rank in ranks:
+            spec = RankSpec(rank, *common, *LogSettings.current())
+            exited = partial(self._exited, rank, where)
+            self._children.append(Child("minisgl.scheduler.follower", spec, exited))
 
-    @classmethod
-    def of(cls, req: Req) -> _Add:
-        return cls(
-            req.uid,
-            req.token_ids,
-            req.prompt_len,
-            req.params,
-            req.max_len,
-            req.seed,
-            req.choice,
-            sorted(req.stop_ids),
-            sorted(req.eos_ids),
-            req.priority,
-            req.cache_salt,
-        )
+    def _exited(self, rank: int, where: str, child: Child, code: int) -> None:
+        """In the thread that waits for the child."""
+        self._ended.release()
+        if not self._is_stopping:
+            who = f"tensor-parallel rank {rank} (pid {child.pid}{where})"
+            self._on_exit(f"{who} {how_ended(code)}", code)
 
-    def req(self) -> Req:
-        return Req(
-            uid=self.uid,
-            token_ids=self.token_ids,
-            prompt_len=self.prompt_len,
-            params=self.params,
-            max_len=self.max_len,
-            seed=self.seed,
-            choice=self.choice,
-            stop_ids=frozenset(self.stop_ids),
-            eos_ids=frozenset(self.eos_ids),
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-        )
+    def wait(self, deadline: float) -> None:
+        """Until all have ended by themselves, or it is so late on `time.monotonic`'s clock."""
+        for _ in self._children:
+            self._ended.acquire(timeout=max(0, deadline - time.monotonic()))
 
+    def expect_end(self) -> None:
+        """From now on an end is no news."""
+        self._is_stopping = True
 
-class _Abort(_Command):
-    uid: int
-    reason: FinishReason
-
-
-class _Flush(_Command):
-    pass
-
-
-class _Step(_Command):
-    pass
-
-
-class _Stop(_Command):
-    pass
-
-
-_Commands = list[_Add | _Abort | _Flush | _Step | _Stop]
+    def stop(self, timeout_s: float) -> None:
+        """End them all; who takes longer than `timeout_s` is killed."""
+        self.expect_end()
+        threads = [
+            threading.Thread(target=child.stop, args=(timeout_s,)) for child in self._children
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 class Ranks:
-    """The other ranks' processes, as rank 0 sees them."""
+    """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, model_path: str, config: EngineConfig, device: torch.device) -> None:
-        """Start them and join their group; raises `EngineDeadError` if one ends meanwhile."""
+    def __init__(
+        self, model_path: str, config: EngineConfig, device: torch.device, facts: Facts
+    ) -> None:
+        """Start them and join their group; raises `EngineDeadError` if one ends meanwhile.
+
+        With several nodes, those must come with the same `facts` in `nodes.JOIN_S` seconds.
+        """
         if dist.is_initialized():
             raise ConfigError(
                 f"--tp {config.tp}: this process has a torch.distributed group of its own already"
@@ -149,39 +133,77 @@ class Ranks:
         self.death: str | None = None
         """Why no step can be made any more."""
         self._has_died = threading.Event()
+        self._dying = threading.Lock()
         self._on_death: Callable[[], None] = lambda: None
-        self._ended = threading.Semaphore(0)  # once for each that did
         self._is_closed = False
-        self._store = make_store(config.tp)
-        common = (
-            config.tp,
-            self._store.port,
-            os.path.abspath(model_path),
-            vars(config),
-            TIMEOUT_S,
-            *LogSettings.current(),
-        )
-        self._children: list[Child] = []
+        self._size = config.tp
+        self._nodes: Nodes | None = None
+        self._local = LocalRanks(lambda why, _: self._lost(why))
+        address = config.dist_init_addr
+        self._store = make_store(config.tp, 0 if address is None else split_address(address)[1])
         try:
-            for rank in range(1, config.tp):
-                spec, exited = RankSpec(rank, *common), partial(self._exited, rank)
-                self._children.append(Child("minisgl.scheduler.follower", spec, exited))
+            here = ("127.0.0.1", self._store.port)
+            if config.nnodes > 1:
+                self._nodes = Nodes(self._store.port, config, facts, self._lost)
+            self._local.start(range(1, config.ranks_per_node), here, model_path, config)
             with self.failing_together():
+                if self._nodes is not None:
+                    self._meet(self._nodes, config)
                 self.wait_for("here")
-                info = DistributedInfo(0, config.tp, config.ep)
-                join_group(info, self._store, device, TIMEOUT_S)
+                if device.type == "cuda":
+                    torch.cuda.set_device(0)  # the others take those after it
+                info, one_host = DistributedInfo(0, config.tp, config.ep), config.nnodes == 1
+                join_group(info, self._store, device, TIMEOUT_S, one_host=one_host)
                 self._channel = CommandChannel(TIMEOUT_S)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(why=f"node 0 did not start: {type(error).__name__}: {error}")
             raise
 
+    # -- waiting ---------------------------------------------------------------------------
+
     def wait_for(self, what: str) -> None:
-        """Until each has told `what`; raises `EngineDeadError` if one ends before."""
-        keys = [f"{what} {rank}" for rank in range(1, len(self._children) + 1)]
-        while not self._store.check(keys):
+        """Until each has told `what`; raises `EngineDeadError` if one ends before.
+
+        There is no other limit: as long as its process lives, a rank may still be loading.
+        """
+
+        def missing() -> list[int]:
+            return [r for r in range(1, self._size) if not self._store.check([f"{what} {r}"])]
+
+        self._wait(missing, f'"{what}" from rank')
+
+    def all_loaded(self) -> None:
+        """Wait until each rank's weights are there, however long one takes beyond the others:
+        more than a collective would wait."""
+        self.wait_for("loaded")
+        self._store.set("all loaded", "")
+
+    def _meet(self, nodes: Nodes, config: EngineConfig) -> None:
+        try:
+            self._wait(nodes.missing, "node", JOIN_S)
+        except TimeoutError as error:
+            absent = ", ".join(map(str, nodes.missing()))
+            raise ConfigError(
+                f"--nnodes {config.nnodes}: of the nodes {absent} did not come to "
+                f"{config.dist_init_addr} in {JOIN_S:g} s; run `minisgl serve` there with the same "
+                "flags and its --node-rank"
+            ) from error
+
+    def _wait(self, missing: Callable[[], list[int]], whom: str, limit_s: float = math.inf) -> None:
+        start = said = time.monotonic()
+        while waited_for := missing():
             if self.death is not None:
                 raise self.failure()
-            time.sleep(0.01)
+            now = time.monotonic()
+            if now - start > limit_s:
+                raise TimeoutError
+            if now - said > LOG_S:
+                said = now
+                who = ", ".join(map(str, waited_for))
+                logger.warning("rank 0 has waited %.0f s for %s %s", now - start, whom, who)
+            time.sleep(0.02)
+
+    # -- telling ---------------------------------------------------------------------------
 
     def send(self, commands: bytes) -> None:
         """Tell all of them; raises `EngineDeadError` if that can't be."""
@@ -192,22 +214,25 @@ class Ranks:
         except RuntimeError as error:
             raise self.failure(error) from error
 
+    # -- failing ---------------------------------------------------------------------------
+
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """If another rank's end is what made the start fail, raise that."""
         try:
             yield
         except RuntimeError as error:
-            if self._has_died.wait(GRACE_S):
+            # An error of ours has a cause here, or names it.
+            if not isinstance(error, MinisglError) and self._knows_who():
                 raise self.failure() from error
             raise
 
     def failure(self, error: Exception | None = None) -> EngineDeadError:
         """What to raise when `error` came of a step: for good, and naming who ended if one did."""
-        if error is not None and not self._has_died.wait(GRACE_S):
+        if error is not None and not self._knows_who():
             self._die(f"tensor-parallel rank 0 can't go on: {type(error).__name__}: {error}")
         why = self.death or ""
-        for rank in range(1, len(self._children) + 1):
+        for rank in range(1, self._size):
             if self._store.check([f"failed {rank}"]):
                 why += f"; rank {rank}: {self._store.get(f'failed {rank}').decode()}"
         return EngineDeadError(why)
@@ -218,130 +243,67 @@ class Ranks:
         if self.death is not None:
             function()
 
-    def _exited(self, rank: int, child: Child, code: int) -> None:
-        """In the thread that waits for the child."""
-        self._ended.release()
-        if not self._is_closed and self.death is None:
-            self._die(f"tensor-parallel rank {rank} (pid {child.pid}) {how_ended(code)}")
-            # Not in this thread, for whose end those wait who end all children.
-            threading.Thread(target=self._on_death, name="on death", daemon=True).start()
+    def _knows_who(self) -> bool:
+        """Whether it is known, or soon will be, that another rank has ended."""
+        return self._has_died.wait(GRACE_S if self._nodes is None else SILENCE_S + GRACE_S)
 
-    def _die(self, why: str) -> None:
-        self.death = why
+    def _lost(self, why: str) -> None:
+        """In a thread that noticed an end."""
+        if not self._is_closed and self._die(why):
+            # Not in this thread, for whose end those wait who end all children.
+            threading.Thread(target=self._after_death, name="on death", daemon=True).start()
+
+    def _after_death(self) -> None:
+        self._local.stop(0.0)  # what rank 0 waits for may be one of these, who waits for the dead
+        self._on_death()
+
+    def _die(self, why: str) -> bool:
+        """False if it has happened already: the first reason is the cause of others."""
+        with self._dying:
+            if self.death is not None:
+                return False
+            self.death = why
         self._has_died.set()
         logger.error("%s", why)
+        if self._nodes is not None:
+            self._nodes.tell_end(why)
+        # What this process waits for on a GPU would never come. Aborting may itself take long.
+        threading.Thread(target=abort_group, name="abort group", daemon=True).start()
+        return True
 
-    def close(self, farewell: bytes = b"") -> None:
+    # -- ending ----------------------------------------------------------------------------
+
+    def close(self, farewell: bytes = b"", why: str = "") -> None:
         """End them all; any number of times. Told `farewell`, they do first what they were told
-        before: rank 0's device may wait for their part of it."""
+        before: rank 0's device may wait for their part of it. Other nodes are told `why`."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._local.expect_end()
         if farewell and self.death is None:
             with suppress(RuntimeError):
                 self._channel.send(farewell)
                 deadline = time.monotonic() + FAREWELL_S
-                for _ in self._children:
-                    self._ended.acquire(timeout=max(0, deadline - time.monotonic()))
-        self._stop(2.0)
+                self._local.wait(deadline)
+                if self._nodes is not None:
+                    self._nodes.wait_left(deadline)
+        if self._nodes is not None:
+            self._nodes.end(self.death or why)
+        self._local.stop(2.0)
         leave_group()
+        # Each holds the store's port.
+        self.__dict__.pop("_channel", None)
         del self._store
+
+    def dismiss(self) -> None:
+        """Tell other nodes that this one ends, and that all is well."""
+        self._is_closed = True
+        if self._nodes is not None:
+            self._nodes.end(self.death or "")
 
     def kill(self) -> None:
         """End them all at once; what this process waits for may never come."""
         self._is_closed = True
-        self._stop(0.0)
-
-    def _stop(self, timeout_s: float) -> None:
-        threads = [
-            threading.Thread(target=child.stop, args=(timeout_s,)) for child in self._children
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-class LeadingScheduler(Scheduler):
-    """Rank 0's scheduler: the others are told of every call before it is made."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        cache: KVCache,
-        limits: Limits,
-        ranks: Ranks,
-        *,
-        policy: str = "fcfs",
-        overlap: bool = False,
-    ) -> None:
-        super().__init__(executor, cache, limits, policy=policy, overlap=overlap)
-        self._ranks = ranks
-        self._encoder = msgspec.msgpack.Encoder()
-        self._commands: _Commands = []
-        self._is_told = False  # the others know of all that the step being made does
-
-    def add(self, req: Req) -> None:
-        """See `Scheduler.add`."""
-        command = _Add.of(req)
-        command.token_ids = list(req.token_ids)
-        super().add(req)
-        self._commands.append(command)
-
-    def abort(self, uid: int, reason: FinishReason = "abort") -> bool:
-        """See `Scheduler.abort`."""
-        if uid in self._live and not self._is_told:
-            self._commands.append(_Abort(uid, reason))
-        return super().abort(uid, reason)
-
-    def flush_cache(self) -> int:
-        """See `Scheduler.flush_cache`."""
-        self._tell(_Flush())
-        return super().flush_cache()
-
-    def step(self) -> list[Update]:
-        """See `Scheduler.step`; raises `EngineDeadError` when a rank failed: then no step can be
-        made any more."""
-        # Aborts that came inside the last step are made first thing in this one.
-        self._commands += [_Abort(uid, reason) for uid, reason in self._aborts]
-        self._tell(_Step())
-        self._is_told = True
-        try:
-            return super().step()
-        except Exception as error:
-            raise self._ranks.failure(error) from error
-        finally:
-            self._is_told = False
-
-    def _tell(self, last: _Flush | _Step) -> None:
-        commands, self._commands = [*self._commands, last], []
-        self._ranks.send(self._encoder.encode(commands))
-
-    def close(self) -> None:
-        """Let the others end."""
-        self._ranks.close(self._encoder.encode([_Stop()]))
-
-
-class Follower:
-    """Another rank: makes the calls that rank 0 tells."""
-
-    def __init__(self, scheduler: Scheduler, channel: CommandChannel) -> None:
-        self._scheduler = scheduler
-        self._channel = channel
-        self._decoder = msgspec.msgpack.Decoder(_Commands)
-
-    def run(self) -> None:
-        """Until it is told to stop; raises what a call raises."""
-        scheduler = self._scheduler
-        while True:
-            for command in self._decoder.decode(self._channel.receive()):
-                if isinstance(command, _Add):
-                    scheduler.add(command.req())
-                elif isinstance(command, _Abort):
-                    scheduler.abort(command.uid, command.reason)
-                elif isinstance(command, _Flush):
-                    scheduler.flush_cache()
-                elif isinstance(command, _Step):
-                    scheduler.step()
-                else:
-                    return
+        self._local.stop(0.0)
+        if self._nodes is not None:
+            self._nodes.end(self.death or "")

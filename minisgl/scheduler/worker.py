@@ -36,7 +36,14 @@ from minisgl.message import (
 )
 from minisgl.models import load_model_info
 from minisgl.utils.logger import configure_logging, get_logger
-from minisgl.utils.mp import Receiver, Sender, exit_with_parent, freeze_heap, read_spec
+from minisgl.utils.mp import (
+    Receiver,
+    Sender,
+    before_exit,
+    exit_with_parent,
+    freeze_heap,
+    read_spec,
+)
 
 from .build import Built, build_scheduler
 from .recorder import StepRecorder
@@ -224,6 +231,7 @@ def main() -> int:
     if built.ranks is not None:
         # From wherever it is noticed first: a step may wait for a dead rank for long.
         built.ranks.on_death(lambda: _end(built))
+        before_exit(built.ranks.dismiss)
     try:
         SchedulerWorker(built.scheduler, receiver, front, routes).run()
     except EngineDeadError:  # another rank's end, which was logged

@@ -31,6 +31,7 @@ __all__ = [
     "Child",
     "Receiver",
     "Sender",
+    "before_exit",
     "exit_with_parent",
     "freeze_heap",
     "how_ended",
@@ -45,6 +46,7 @@ logger = get_logger(__name__)
 
 _IMPORT_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds this `minisgl`
 _running: set[Child] = set()  # children of this process that have not ended
+_farewells: list[Callable[[], None]] = []  # what `before_exit` was given
 _MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the name of a Unix socket
 
 
@@ -178,7 +180,10 @@ class Child:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Let it end by closing its stdin; kill it if it takes longer. Waits for its end."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died already
+        with contextlib.suppress(OSError, ValueError):  # it has died already, or was told
+            self._process.stdin.write(b"\n")  # it is asked to end: its parent has not died
+            self._process.stdin.flush()
+        with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
@@ -213,8 +218,11 @@ def exit_with_parent(folder: str | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def watch() -> None:
+        is_asked = False
         while os.read(0, 4096):
-            pass
+            is_asked = True
+        for farewell in _farewells if is_asked else ():
+            farewell()
         if folder is not None:
             remove_folder(folder)
         for child in list(_running):
@@ -222,6 +230,12 @@ def exit_with_parent(folder: str | None = None) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+def before_exit(function: Callable[[], None]) -> None:
+    """In a `Child`: have this called, in a thread, before the process ends because its parent
+    asked for that, and not because the parent died."""
+    _farewells.append(function)
 
 
 def freeze_heap() -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from minisgl import LLM, SamplingParams
+from minisgl.engine import engine
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.scheduler import ranks
 from tests.helpers import TINY, random_prompts, save, tiny_hf_model
@@ -124,6 +126,38 @@ def test_a_hung_rank_does_not_keep_the_engine_from_closing(
     assert time.monotonic() - start < SOON_S
 
 
+def test_a_rank_that_loads_for_longer_than_a_collective_may_take(
+    model: Path,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 0 is the slow one, then another, which rank 0 says that it waits for."""
+    load = engine._load_model
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.2)
+        return load(*arguments)
+
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine, "_load_model", slowly)
+    options = {**OPTIONS, "num_pages": None, "memory_ratio": 0.01}  # ranks agree on the pages
+    with LLM(model, tp=2, **options) as llm:
+        assert answer(llm) == expected
+    monkeypatch.setattr(ranks, "LOG_S", 0.5)
+
+    def stopping(*arguments: Any) -> Any:
+        pid = followers()[0]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+        return load(*arguments)
+
+    monkeypatch.setattr(engine, "_load_model", stopping)
+    with LLM(model, tp=2, **options) as llm:
+        assert answer(llm) == expected
+    assert 'rank 0 has waited 1 s for "loaded" from rank 1' in caplog.text
+
+
 def test_closing_is_quiet(
     model: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,8 +190,8 @@ def test_a_rank_that_does_not_start(
 
     made = ranks.RankSpec
 
-    def misled(rank: int, size: int, port: int, path: str, *rest: Any) -> ranks.RankSpec:
-        return made(rank, size, port, str(tmp_path) if rank == 2 else path, *rest)
+    def misled(rank: int, host: str, port: int, path: str, *rest: Any) -> ranks.RankSpec:
+        return made(rank, host, port, str(tmp_path) if rank == 2 else path, *rest)
 
     monkeypatch.setattr(ranks, "RankSpec", misled)
     message = failing(lambda: LLM(model, tp=4, **OPTIONS))

@@ -6,11 +6,13 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.nodes import SOON_S, all_gone, free_address, node
 from tests.server.answers import CHAT, COMPLETIONS, HELLO, events, ok
 from tests.server.conftest import TINY_FLAGS
 from tests.server.life import (
@@ -27,7 +29,6 @@ from tests.server.life import (
 from tests.server.serving import Server, wait_for
 
 FOLLOWER = "minisgl.scheduler.follower"
-SOON_S = 10
 RANKS = (*TINY_FLAGS, "--tp", "2", "--max-running-requests", "4")
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.3}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -127,6 +128,31 @@ def test_a_process_that_dies_while_nothing_runs(model: str, module: str, why: st
         victim, start = server.child(module), time.monotonic()
         victim.kill()
         check_end(server, start, why.format(victim.pid))
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "a killed rank", "a killed server"])
+def test_another_node_ends_with_the_server(model: str, end: str) -> None:
+    address = free_address()
+    place = ("--nnodes", "2", "--dist-init-addr", address)
+    with (
+        node(Path(model), address, (*RANKS, "--threads", "1")) as other,
+        watched(model, *RANKS, *place) as server,
+    ):
+        theirs = other.ranks()
+        if end == "SIGTERM":
+            server.server.process.send_signal(signal.SIGTERM)
+            assert server.server.process.wait(SOON_S) == other.ended() == 0
+            assert "node 0 has closed" in other.log
+        elif end == "a killed rank":
+            theirs[0].kill()
+            why = f"tensor-parallel rank 1 (pid {theirs[0].pid} on node 1) was killed by SIGKILL"
+            check_end(server, time.monotonic(), why)
+            assert other.ended() == 1 and f"minisgl serve: error: {why}" in other.log
+        else:
+            server.server.process.kill()
+            assert other.ended() == 1 and "error: node 0 is gone" in other.log
+        assert all_gone(theirs)
+        assert server.leaves_nothing(), server.left_behind()
 
 
 def test_a_stopped_rank_does_not_keep_the_server_from_ending(model: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.config import DTYPES, EngineConfig, ModelFacts
+from minisgl.config import DTYPES, EngineConfig, ModelFacts, split_address
 from minisgl.engine import memory
 from minisgl.engine.memory import plan_pool
 from minisgl.errors import ConfigError
@@ -19,6 +19,7 @@ from minisgl.utils.hardware import Hardware, available_cpus, available_memory_by
 CPU = Hardware(num_cpus=4, available_bytes=8 << 30, has_cuda=False)
 GPU = replace(CPU, has_cuda=True)
 MODEL = ModelFacts(torch.bfloat16, max_context=4096)
+TWO_NODES = {"tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"}
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, page_size=16)
 
 
@@ -58,11 +59,54 @@ def test_rows_and_budget_fit_each_other():
         ({"schedule_policy": "sjf"}, "--schedule-policy = 'sjf': choose from fcfs, lpm"),
         ({"overlap": True}, "--overlap = True: choose from auto, on, off"),
         ({"cache": "naive", "schedule_policy": "lpm"}, "--cache naive has none"),
+        ({"nnodes": 0}, "--nnodes = 0 must"),
+        ({**TWO_NODES, "node_rank": 2}, "--node-rank = 2 must .* less than --nnodes 2"),
+        ({**TWO_NODES, "node_rank": -1}, "--node-rank = -1 must"),
+        ({**TWO_NODES, "node_rank": True}, "--node-rank = True must"),
+        ({"node_rank": 1}, "--node-rank = 1 must .* less than --nnodes 1"),
+        ({**TWO_NODES, "tp": 3}, "--tp 3 must divide by --nnodes 2"),
+        ({"nnodes": 2}, "--tp 1 must divide by --nnodes 2"),
+        ({"tp": 2, "nnodes": 2}, "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+        ({"tp": 2, "dist_init_addr": "a:1"}, "--dist-init-addr a:1 .* --nnodes is 1: raise"),
+        ({**TWO_NODES, "dist_init_addr": 29500}, "--dist-init-addr = 29500 must be a text"),
+        *(
+            ({**TWO_NODES, "dist_init_addr": bad}, "must be HOST:PORT with a port of 1 to 65535")
+            for bad in (
+                "",
+                "host",
+                "host:",
+                ":1",
+                "host:0",
+                "host:65536",
+                "host:1x",
+                "::1:5",
+                "[]:5",
+            )
+        ),
     ],
 )
 def test_bad_values_name_flag_and_value(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
+
+
+def test_addresses_have_a_host_and_a_port():
+    assert split_address("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    assert split_address("node-0.example:1") == ("node-0.example", 1)
+    assert split_address("[fd00::1]:65535") == ("fd00::1", 65535)
+
+
+def test_ranks_of_a_node_share_its_cpus():
+    heads = replace(MODEL, num_qo_heads=8, num_kv_heads=8)
+    for options, threads in (
+        ({"tp": 2}, 2),
+        (TWO_NODES, 4),
+        ({**TWO_NODES, "tp": 4, "node_rank": 1}, 2),
+        ({**TWO_NODES, "tp": 8}, 1),
+    ):
+        config = resolve(EngineConfig(device="cpu", **options), CPU, heads)
+        assert (config.threads, config.tp) == (threads, options["tp"])
+        assert config.nnodes == options.get("nnodes", 1)
 
 
 def test_what_the_machine_or_model_lacks_is_refused():

@@ -174,6 +174,19 @@ def test_bad_values_name_flag_and_value(options, message) -> None:
         EngineConfig(**options)
 
 
+def test_each_rank_of_a_node_has_a_gpu() -> None:
+    heads = replace(MODEL, num_qo_heads=8, num_kv_heads=8)
+    four = replace(GPU, num_gpus=4)
+    two_nodes = {"nnodes": 2, "dist_init_addr": "node0:29500"}
+    assert resolved(four, heads, tp=4).tp == 4
+    assert resolved(four, heads, tp=8, **two_nodes).tp == 8
+    with pytest.raises(ConfigError, match="--tp 8 needs a GPU for each .* 8 ranks, .* sees 4 here"):
+        resolved(four, heads, tp=8)
+    three = replace(GPU, num_gpus=3)
+    with pytest.raises(ConfigError, match="--tp 8 with --nnodes 2 needs .* 4 ranks, .* sees 3"):
+        resolved(three, heads, tp=8, **two_nodes)
+
+
 def test_flags() -> None:
     parser = Parser(prog="minisgl")
     add_flags(parser, EngineConfig, "engine")
