@@ -265,6 +265,11 @@ def _deterministic(
         )
     if attn != "triton":
         raise ConfigError(f"--deterministic on CUDA needs --attn triton, not {attn}")
+    if config.tp > 2:
+        raise ConfigError(
+            f"--deterministic with --tp {config.tp} on CUDA: the order in which more than two ranks "
+            "are summed depends on the size of the batch; use --tp 2 at most, or leave it out"
+        )
     return True
 
 

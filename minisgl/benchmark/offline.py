@@ -265,12 +265,18 @@ def _compared(jobs: list[Job], row: dict[str, Any], seconds: list[float]) -> dic
 
 
 def weights_read_bytes(llm: Runner) -> int:
-    """Bytes of weights that a decode step reads; of a mixture of experts, those of all experts."""
+    """Bytes of weights that a decode step reads; of a mixture of experts, those of all experts.
+
+    Of several ranks it is what one GPU reads, but on a CPU what they read of the memory that they
+    share.
+    """
     told = getattr(llm.engine, "weight_bytes", None)
     if told is not None:
         return int(told)
+    config = llm.engine.config
+    ranks = config.tp if config.device.type == "cpu" else 1
     looked_up = not llm.engine.model_config.tie_word_embeddings  # then only a row a token is read
-    return sum(
+    return ranks * sum(
         tensor.numel() * tensor.element_size()
         for name, tensor in llm.engine.model.state_dict().items()
         if not (looked_up and name.startswith("model.embed_tokens."))

@@ -29,18 +29,28 @@ def use_peers(peers: PeerMemory | None) -> None:
 
 
 def connect_peers(device: torch.device) -> None:
-    """Reduce small tensors through peers' memory from now on, where that is faster.
+    """Reduce small tensors through peers' memory from now on, where that is possible and faster.
 
     A collective of all ranks, which are on one host and have its first GPUs, one each.
     """
     others = [i for i in range(torch.distributed.get_world_size()) if i != device.index]
-    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+    can_meet = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    if not _all_say(can_meet, device):
         logger.info("all_reduce: by NCCL, as GPUs here can't map each other's memory")
         return
-    peers = PeerMemory(device)
+    if not _all_say(not PeerMemory.has_met, device):
+        logger.info("all_reduce: by NCCL, as a process can meet peers only once, and one has")
+        return
+    peers: PeerMemory | None = None
+    try:
+        peers = PeerMemory(device)
+    except RuntimeError as error:
+        logger.warning("GPUs can't map each other's memory: %s", error)
+    if not _all_say(peers is not None, device) or peers is None:
+        return
+    use_peers(peers)  # measuring, too, may wait for a rank that is lost
     timings = measure(peers)
     peers.max_bytes = faster_up_to(timings)
-    use_peers(peers)
     logger.info(
         "all_reduce: through peers' memory up to %d KiB, then by NCCL (%s)",
         peers.max_bytes >> 10,
@@ -49,6 +59,11 @@ def connect_peers(device: torch.device) -> None:
             for size, ours, theirs in timings
         ),
     )
+
+
+def _all_say(yes: bool, device: torch.device) -> bool:
+    """Whether all ranks do: they must go the same way."""
+    return bool(DistributedCommunicator().smallest(int(yes), device))
 
 
 def release_peers() -> None:

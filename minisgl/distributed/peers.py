@@ -9,6 +9,7 @@ measured when the ranks meet, and it is the slowest rank that counts, so that al
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,10 +35,19 @@ class Timing(NamedTuple):
 
 
 class PeerMemory:
-    """This rank's buffer and its peers'; making it is a collective."""
+    """This rank's buffer and its peers'; making it is a collective.
+
+    All of the processes must do so for the first time: torch counts a process's meetings, and
+    looks for those of others under the same number.
+    """
+
+    has_met = False
+    """Whether this process has made one."""
 
     def __init__(self, device: torch.device, max_bytes: int = MAX_BYTES) -> None:
         """Raises `RuntimeError` where the GPUs can't map each other's memory."""
+        # Hosts may share the multicast objects that this would make, and has no use for.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
         group = dist.group.WORLD
@@ -45,6 +55,7 @@ class PeerMemory:
         self.max_bytes = max_bytes
         """Of the largest tensor that it takes."""
         self._name: str = group.group_name
+        PeerMemory.has_met = True
         self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, group)
         self._device = device
@@ -90,7 +101,8 @@ class PeerMemory:
                         flags[:, own].fill_(0)
 
     def close(self) -> None:
-        """End what `release` does."""
+        """End what `release` does, when this rank's kernels have ended: all wait for them then."""
+        torch.cuda.synchronize(self._device)
         self._is_over.set()
 
 

@@ -46,7 +46,9 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
     beyond the weights. Without a prefix cache, more pages than all requests at full length could
     use are never made; with one, what they leave holds the prefixes of others.
     A pool too small for a length that the user asked for is a `ConfigError`; a length that
-    only the model's config names is shortened to what fits.
+    only the model's config names is shortened to what fits. Where not even a step fits, it is a
+    `ConfigError` too: with the plain backend on CUDA, whose last chunk sees all of a prompt, also
+    for a length that only the model's config names.
     """
     page_bytes = shape.page_bytes(config.kv_dtype)
     pages_each = div_ceil(config.max_model_len, config.page_size)
@@ -56,11 +58,13 @@ def plan_pool(config: ResolvedConfig, shape: KVShape, measure_peak: Callable[[],
         check_fits(config, pages * page_bytes, "the KV cache", "--num-pages")
     else:
         budget = _budget_bytes(config, page_bytes, measure_peak)
+        gathered = _gathered_bytes(config, shape)
         # Ranks decide alike only with as many pages each.
-        pages = DistributedCommunicator().smallest(
-            budget // (page_bytes + _gathered_bytes(config, shape)), config.device
-        )
+        fitting = budget // (page_bytes + gathered)
+        pages = DistributedCommunicator().smallest(fitting, config.device)
         reason = f"num_pages = {pages}: {budget / 2**30:.2f} GiB for pages of {page_bytes} bytes"
+        if gathered:
+            reason += f" and {gathered} beside each, where attention gathers them"
         if config.cache == "naive" and pages > useful:
             pages, reason = useful, f"num_pages = {useful}: what all requests can use at once"
     length = min(config.max_model_len, pages * config.page_size)

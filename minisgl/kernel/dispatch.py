@@ -168,10 +168,11 @@ def grouped_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of `weight * down(silu(gate) * up)`."""
     out: torch.Tensor = _active.grouped_experts(
-        x, gate_up, down, topk_weights, topk_ids, first_expert
+        x, gate_up, down, topk_weights, topk_ids, first_expert, num_experts
     )
     return out
 

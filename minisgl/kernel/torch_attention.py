@@ -39,7 +39,7 @@ def prefill_attention(
 
     `mask [n, L]` is added to the scores; None means causal with n = L. Returns `[n, Hq, D]`.
     """
-    if mask is not None and q.is_cuda and (rows := _rows_at_once(q, k)) < q.shape[0]:
+    if mask is not None and (rows := _rows_at_once(q, k)) < q.shape[0]:
         pieces = zip(q.split(rows), mask.split(rows), strict=True)
         return torch.cat([prefill_attention(piece, k, v, own) for piece, own in pieces])
     out = F.scaled_dot_product_attention(
@@ -54,5 +54,8 @@ def prefill_attention(
 
 
 def _rows_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
-    """How many queries' float32 scores stay within `_SCORE_BYTES`; one at least."""
+    """How many queries' float32 scores stay within `_SCORE_BYTES`; all on a CPU, whose kernel keeps
+    none, and else one at least."""
+    if not q.is_cuda:
+        return q.shape[0]
     return max(1, _SCORE_BYTES // (q.shape[1] * k.shape[0] * torch.float32.itemsize))

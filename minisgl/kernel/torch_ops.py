@@ -149,19 +149,21 @@ def grouped_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of `weight * down(silu(gate) * up)`.
 
     `x [T, hidden]`, `gate_up [E, 2 I, hidden]`, `down [E, hidden, I]`, weights and ids `[T, k]`;
     returns `[T, hidden]`. Tokens are sorted by expert: one GEMM for each expert that has any.
-    The experts given are those from id `first_expert` on; what others add is left out.
+    The experts given are those from id `first_expert` on, of `num_experts` (None: all there are);
+    what others add is left out.
     """
     top_k = topk_ids.shape[1]
     order = topk_ids.flatten().argsort(stable=True)  # [T * k], pairs grouped by expert
     tokens = order // top_k
     scale = topk_weights.flatten()[order].unsqueeze(-1)
     end = first_expert + gate_up.shape[0]
-    counts = torch.bincount(topk_ids.flatten(), minlength=end)[:end].tolist()
+    counts = torch.bincount(topk_ids.flatten(), minlength=num_experts or end)[:end].tolist()
     out = torch.zeros_like(x)
     start = sum(counts[:first_expert])
     for expert, count in enumerate(counts[first_expert:]):

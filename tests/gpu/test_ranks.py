@@ -39,11 +39,7 @@ def run_processes(does: str, size: int, runs: list[dict[str, Any]]) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # No multicast objects: some hosts share what these are made of among machines.
-    environment = os.environ | {
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
+    environment = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.rank_process", json.dumps(spec)],

@@ -233,6 +233,19 @@ def test_errors(device: torch.device) -> None:
         grouped_experts(x, gate_up.mT.contiguous().mT, down, weights, ids)
 
 
+def test_other_ranks_experts_count_for_the_tile(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    means, choose = [], moe._choose
+    monkeypatch.setattr(moe, "_choose", lambda mean, x: means.append(mean) or choose(mean, x))
+    x, ids = random(device, torch.float32, 12, 16), route(device, 12, 8, 2, "any")
+    packed = make_experts(device, torch.float32, 2, 16, 16)
+    weights = torch.ones(12, 2, device=device)
+    grouped_experts(x, *packed, weights, ids, 4, 8)
+    grouped_experts(x, *packed, weights, ids % 2)
+    assert means == [3, 12]
+
+
 @pytest.mark.parametrize("shared", [101_376, 167_936, 232_448])  # of an L4, an A100, an H100
 def test_tiles(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few pairs an expert take low tiles; bits of all tiles are the same only for one block_k."""

@@ -10,6 +10,7 @@ import torch
 
 from minisgl.attention import TorchBackend
 from minisgl.core import Batch, Req, SamplingParams
+from minisgl.kernel import torch_attention
 from minisgl.kvcache import KVPool, KVShape
 from tests.helpers import assert_close
 
@@ -99,3 +100,14 @@ def run_step(backend, table, page_size, chosen, windows):
         assert_close(ours.double(), theirs, 1e-5)
     for s in chosen:
         s.req.cached_len = s.req.device_len
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 20])
+def test_a_chunk_in_pieces_is_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose scores would take too much memory at once."""
+    torch.manual_seed(rows)
+    q, (k, v) = torch.randn(20, HQ, D), torch.randn(2, 50, HK, D)
+    mask = torch.zeros(20, 50).masked_fill_(torch.ones(20, 50).triu(31).bool(), float("-inf"))
+    whole = torch_attention.prefill_attention(q, k, v, mask)
+    monkeypatch.setattr(torch_attention, "_rows_at_once", lambda q, k: rows)
+    assert_close(torch_attention.prefill_attention(q, k, v, mask), whole, 1e-6)

@@ -152,6 +152,14 @@ def test_steps_that_cannot_be_captured(hardware, model, options, why) -> None:
     assert str(error.value) == message
 
 
+def test_sums_of_many_ranks_are_not_deterministic() -> None:
+    gpus = replace(GPU, num_gpus=4)
+    model = replace(MODEL, num_qo_heads=8, num_kv_heads=4)
+    assert resolved(gpus, model, tp=2, deterministic=True).deterministic
+    with pytest.raises(ConfigError, match=r"--deterministic with --tp 4 on CUDA.*use --tp 2"):
+        resolved(gpus, model, tp=4, deterministic=True)
+
+
 def test_experts_run_as_dense_models_do() -> None:
     config = resolved(GPU, MOE, deterministic=True)
     assert (config.triton, config.attn, config.deterministic) == (True, "triton", True)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .runtime import INTERPRETED, enter, num_sms, pdl, shared_bytes
+from .runtime import INTERPRETED, enter, num_sms, pdl, reads_shared, shared_bytes
 
 __all__ = ["Tile", "fits", "invariant_linear", "load_step"]
 
@@ -140,9 +140,10 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
 
 def fits(tile: Tile, x: torch.Tensor) -> bool:
     """Whether the device's shared memory holds what a product of x loads ahead."""
-    # One stage fewer than are under way lies in it, as Triton compiles it.
     step_bytes = (tile.block_m + tile.block_n) * tile.block_k * x.itemsize
-    return (tile.num_stages - 1) * step_bytes <= shared_bytes(x.device)
+    # A step that tensor cores read from registers has left it before the last one's loads begin.
+    stages = tile.num_stages - (0 if reads_shared(x.device) else 1)
+    return stages * step_bytes <= shared_bytes(x.device)
 
 
 @triton.jit

@@ -53,14 +53,16 @@ def grouped_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of `weight * down(silu(gate) * up)`: `[T, hidden]`.
 
     `x [T, hidden]` with any row stride, `gate_up [E, 2 I, hidden]`, `down [E, hidden, I]`,
     `topk_weights [T, k]` of one dtype of float32, float16 and bfloat16, `topk_ids [T, k]` int32 or
     int64; all but x contiguous, E <= 512. The E experts given are `first_expert` and those after
-    it: others' pairs add nothing. Raises `ValueError` otherwise. Semantics:
-    `torch_ops.grouped_experts`, rounding where it does, but for the sum, which is rounded once.
+    it, of `num_experts` (None: all there are): others' pairs add nothing. Raises `ValueError`
+    otherwise. Semantics: `torch_ops.grouped_experts`, rounding where it does, but for the sum,
+    which is rounded once.
     Bytes moved: the weights of each expert with a pair, once if it has at most a block of them,
     and `T k (2 hidden + 2 I)` elements, mostly in the L2 cache for small T.
     """
@@ -69,7 +71,7 @@ def grouped_experts(
     experts, _, inner_size = down.shape
     if 0 in (topk_ids.numel(), down.numel()):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    tile = _choose(topk_ids.numel() / experts, x)
+    tile = _choose(topk_ids.numel() / (num_experts or experts), x)
     order, blocks = group_pairs(topk_ids, first_expert, experts, tile.block_m)
     inner = x.new_empty(topk_ids.numel(), inner_size)
     _launch(_gate_up_kernel, tile, 2 * inner_size, blocks, x, gate_up, order, inner, top_k)

@@ -96,7 +96,7 @@ def group_pairs(
         few = (ids, pairs, first_expert, experts, order, blocks, num_blocks)
         _compare_kernel[(1,)](*few, BLOCK_M=block_m, SIZE=size, num_warps=8, **pdl(ids))
         return order, blocks
-    step = min(256, 8192 // width)
+    step = min(128, 8192 // width)
     part = triton.cdiv(triton.cdiv(pairs, 128), step) * step
     parts = triton.cdiv(pairs, part)
     counts = torch.empty(parts, width, dtype=torch.int32, device=ids.device)

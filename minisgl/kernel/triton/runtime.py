@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "enter", "num_sms", "pdl", "shared_bytes"]
+__all__ = ["INTERPRETED", "enter", "num_sms", "pdl", "reads_shared", "shared_bytes"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Read once, as Triton does when a kernel is decorated."""
@@ -50,6 +50,13 @@ def shared_bytes(device: torch.device) -> int:
         return 1 << 30
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the field
     return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def reads_shared(device: torch.device) -> bool:
+    """Whether tensor cores multiply from shared memory: Hopper's, and those of the data center
+    cards after it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.cache
