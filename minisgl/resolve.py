@@ -159,8 +159,9 @@ def _attn(
     triton: _Kernels,
     choices: _Choices,
 ) -> str:
-    """The attention backend. FlashInfer's is not the default where it is installed: ours was
-    measured faster (docs/log.md), and runs in CUDA graphs."""
+    """The attention backend. FlashInfer's is not the default where it is installed: it plans on
+    the host and runs without CUDA graphs, and ours decodes near the speed of a copy (docs/log.md).
+    The two were not timed side by side."""
     asked = None if config.attn == "auto" else config.attn
     if asked in ("triton", "flashinfer") and not triton.on:
         raise ConfigError(
@@ -185,7 +186,7 @@ def _attn(
         if asked not in (None, "torch"):
             raise ConfigError(f"--attn {asked}: {why}; use --attn auto")
     elif triton.on:
-        default, why = "triton", "its decode kernel was measured fastest"
+        default, why = "triton", "it runs in CUDA graphs, and decodes near the speed of a copy"
     attn: str = choices.choose("attn", asked, default, why)
     return attn
 
@@ -267,8 +268,8 @@ def _deterministic(
         raise ConfigError(f"--deterministic on CUDA needs --attn triton, not {attn}")
     if config.tp > 2:
         raise ConfigError(
-            f"--deterministic with --tp {config.tp} on CUDA: the order in which more than two ranks "
-            "are summed depends on the size of the batch; use --tp 2 at most, or leave it out"
+            f"--deterministic with --tp {config.tp} on CUDA: the order in which more than two "
+            "ranks are summed depends on the size of the batch; use --tp 2 at most, or leave it out"
         )
     return True
 

@@ -63,8 +63,8 @@ def test_a_cpu_has_none_of_it() -> None:
 @pytest.mark.parametrize(
     ("hardware", "options", "attn", "why"),
     [
-        (GPU, {}, "triton", ["its decode kernel was measured fastest"]),
-        (WITH_FLASHINFER, {}, "triton", ["its decode kernel was measured fastest"]),
+        (GPU, {}, "triton", ["it runs in CUDA graphs"]),
+        (WITH_FLASHINFER, {}, "triton", ["it runs in CUDA graphs"]),
         (GPU, {"attn": "triton"}, "triton", []),
         (GPU, {"attn": "torch"}, "torch", []),
         (WITH_FLASHINFER, {"attn": "flashinfer"}, "flashinfer", []),
