@@ -130,10 +130,8 @@ def _native(
         found = _Kernels(False, "the native CPU kernels are not there")
     elif config.tp > 1:
         found = _Kernels(False, "they compute whole steps, and --tp ranks sum within one")
-    elif model.num_experts:
-        found = _Kernels(False, "the model has experts, which the native CPU kernels don't compute")
     else:
-        found = _Kernels(True, "the native CPU kernels compute dense models")
+        found = _Kernels(True, "the native CPU kernels compute whole steps")
     choices.choose("native", None, found.on, found.why)
     return found
 

@@ -90,7 +90,7 @@ def step_weights(config: ModelConfig, num_tokens: int) -> float:
     """Weights that a step of so many tokens reads: all matrices of the layers, and the head.
 
     Of experts, those that some token chose: if each of T tokens chooses k of E evenly, one stays
-    out with probability `(1 - k / E)^T`.
+    out with probability `(1 - k / E)^T`. The one that every token passes is always read.
     """
     used = 0.0
     if config.num_experts:
@@ -104,7 +104,9 @@ def _layer_weights(config: ModelConfig, num_experts: float) -> float:
     hidden, heads = config.hidden_size, config.num_qo_heads
     attention = hidden * config.head_dim * (2 * heads + 2 * config.num_kv_heads)
     dense = 3 * hidden * config.intermediate_size
-    sparse = hidden * (config.num_experts + 3 * num_experts * config.moe_intermediate_size)
+    inner = num_experts * config.moe_intermediate_size + config.shared_expert_intermediate_size
+    routed = config.num_experts + (config.shared_expert_intermediate_size > 0)
+    sparse = hidden * (routed + 3 * inner)
     mlps = sum(sparse if config.is_sparse(i) else dense for i in range(config.num_layers))
     return config.num_layers * attention + mlps
 

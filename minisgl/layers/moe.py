@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from minisgl.distributed import DistributedCommunicator, get_tp_info
 from minisgl.kernel import grouped_experts, topk_softmax
+from minisgl.kernel.quant import BLOCKS
 from minisgl.utils import Span, partition
 
 from .base import BaseOP
+from .quantized import DENSE, blocks_like, dequantized_stack
 
 __all__ = ["MoELayer"]
 
@@ -38,6 +42,8 @@ class MoELayer(BaseOP):
         self.gate_up_proj = torch.empty(held.length, 2 * inner, hidden_size)
         self.down_proj = torch.empty(held.length, hidden_size, inner)
         self._first_expert = held.start
+        self.types = {"gate_up_proj": DENSE, "down_proj": DENSE}
+        """Of both weights: "dense", or the block format in which they are uint8 `[..., bytes]`."""
         self.top_k = top_k
         self.renormalize = renormalize
         self._comm = DistributedCommunicator()
@@ -54,9 +60,28 @@ class MoELayer(BaseOP):
         ranks together with the rest.
         """
         weights, ids = topk_softmax(router_logits, self.top_k, self.renormalize)
+        gate_up, down = (self._dense(name, x.dtype) for name in self.types)
         out = grouped_experts(
-            x, self.gate_up_proj, self.down_proj, weights, ids, self._first_expert
+            x, gate_up, down, weights, ids, self._first_expert, router_logits.shape[1]
         )
         if shared is not None:
             out = out + shared
         return self._comm.all_reduce(out)
+
+    def set_storage(self, types: Sequence[str]) -> None:
+        """Make room for blocks of these types in place of the weights, not loaded yet."""
+        for name, kind in zip(self.types, types, strict=True):
+            self.types[name] = kind
+            if kind != DENSE:
+                setattr(self, name, blocks_like(getattr(self, name), kind))
+
+    def _dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self, name)
+        kind = self.types[name]
+        return weight if kind == DENSE else dequantized_stack(weight, kind, dtype)
+
+    def _numel(self, name: str, tensor: torch.Tensor) -> int:
+        kind = self.types[name]
+        if kind == DENSE:
+            return tensor.numel()
+        return tensor.numel() // BLOCKS[kind].nbytes * BLOCKS[kind].values

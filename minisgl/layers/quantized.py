@@ -10,11 +10,19 @@ import torch
 from minisgl.distributed import get_tp_info
 from minisgl.errors import ConfigError
 from minisgl.kernel import indexing, linear
-from minisgl.kernel.quant import BLOCKS, quant_indexing, quant_linear
+from minisgl.kernel.quant import BLOCKS, dequantize, quant_indexing, quant_linear
 
 from .base import BaseOP
 
-__all__ = ["DENSE", "QuantizedWeight", "WeightPart", "apply_linear", "look_up"]
+__all__ = [
+    "DENSE",
+    "QuantizedWeight",
+    "WeightPart",
+    "apply_linear",
+    "blocks_like",
+    "dequantized_stack",
+    "look_up",
+]
 
 DENSE = "dense"
 
@@ -48,26 +56,13 @@ class QuantizedWeight(BaseOP):
     ) -> QuantizedWeight:
         """Empty parts of these types and rows for the weights of `weight [sum(rows), K]`.
 
-        Raises `ConfigError` for a K that a format's blocks do not divide, and on several ranks:
-        their shards would cut blocks apart.
+        Raises what `blocks_like` raises.
         """
-        if get_tp_info().size != 1:
-            raise ConfigError("Quantized weights run on one rank only: use --quantization none")
         width = weight.shape[1]
         parts = []
         for kind, count in zip(types, rows, strict=True):
-            if kind == DENSE:
-                tensor = weight.new_empty(count, width)
-            else:
-                form = BLOCKS[kind]
-                if width % form.values:
-                    raise ConfigError(
-                        f"Weights with rows of {width} can't be {kind}, whose blocks are "
-                        f"{form.values}: use --quantization none"
-                    )
-                row_bytes = width // form.values * form.nbytes
-                tensor = weight.new_empty(count, row_bytes, dtype=torch.uint8)
-            parts.append(WeightPart(kind, tensor))
+            part = weight.new_empty(count, width)
+            parts.append(WeightPart(kind, part if kind == DENSE else blocks_like(part, kind)))
         return cls(parts, width, weight.dtype)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,6 +89,29 @@ class QuantizedWeight(BaseOP):
 
     def _numel(self, name: str, tensor: torch.Tensor) -> int:
         return tensor.shape[0] * self.shape[1]
+
+
+def blocks_like(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """Memory for `weight [..., K]` in blocks: uint8 `[..., bytes of a row]`.
+
+    Raises `ConfigError` for a K that the format's blocks do not divide, and on several ranks:
+    their shards would cut blocks apart.
+    """
+    if get_tp_info().size != 1:
+        raise ConfigError("Quantized weights run on one rank only: use --quantization none")
+    form, width = BLOCKS[kind], weight.shape[-1]
+    if width % form.values:
+        raise ConfigError(
+            f"Weights with rows of {width} can't be {kind}, whose blocks are "
+            f"{form.values}: use --quantization none"
+        )
+    row_bytes = width // form.values * form.nbytes
+    return weight.new_empty((*weight.shape[:-1], row_bytes), dtype=torch.uint8)
+
+
+def dequantized_stack(blocks: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """`blocks [E, rows, bytes of a row]` as weights `[E, rows, K]`, one after another."""
+    return torch.stack([dequantize(each, kind).to(dtype) for each in blocks])
 
 
 def apply_linear(

@@ -13,21 +13,32 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
 from minisgl.core import Batch
-from minisgl.kernel.cpu import NATIVE_TYPES, PackedWeight, ThreadPool, library, pack_weight, structs
+from minisgl.kernel.cpu import (
+    NATIVE_TYPES,
+    PackedExperts,
+    PackedWeight,
+    ThreadPool,
+    library,
+    linear_struct,
+    pack_weight,
+    structs,
+)
 from minisgl.kernel.cpu.pool import free_with
 from minisgl.kvcache import KVPool
+from minisgl.layers import MoELayer
 from minisgl.layers.linear import Linear
 from minisgl.layers.quantized import DENSE, QuantizedWeight, WeightPart
 from minisgl.utils.memory import Arena
 
 from .config import ModelConfig
 from .decoder import CausalLM, DecoderLayer
-from .utils import GatedMLP
+from .utils import GatedMLP, MoEMLP
 
 __all__ = ["NativeModel"]
 
@@ -36,7 +47,7 @@ _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class NativeModel:
-    """The weights of a dense decoder in the kernels' layout, and the calls that compute it."""
+    """The weights of a decoder in the kernels' layout, and the calls that compute it."""
 
     def __init__(
         self, model: CausalLM, config: ModelConfig, dtype: torch.dtype, threads: int
@@ -47,9 +58,9 @@ class NativeModel:
         self._config = config
         self._dtype = dtype
         self._arena = Arena()
-        self._kept: list[torch.Tensor] = []  # memory that structs point to
+        self._kept: list[object] = []  # memory that structs point to
         self.weight_bytes = 0
-        """Of all weights that a step reads."""
+        """Of all weights that a step reads, if every expert is chosen."""
         self._embedding, self._head = self._take_vocabulary(model)
         self._layers = [self._take_layer(i, layer) for i, layer in enumerate(model.model.layers)]
         self._final_norm = self._floats(model.model.norm.weight)
@@ -138,15 +149,14 @@ class NativeModel:
         embedding.weight = _emptied(embedding.weight)
         if head._tied is not None:
             self.weight_bytes += table.data.nbytes
-            return table.struct(), _linear([table], None)
+            return table.struct(), linear_struct([table])
         [projection] = self._pack(head.weight, (head.vocab_size,))
         head.weight = _emptied(head.weight)
         self.weight_bytes += projection.data.nbytes
-        return table.struct(), _linear([projection], None)
+        return table.struct(), linear_struct([projection])
 
     def _take_layer(self, index: int, layer: DecoderLayer) -> structs.Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(mlp, GatedMLP), "resolve() allows native kernels for dense models only"
+        attention = layer.self_attn
         qk_norm = attention.attn.q_norm is not None
         return structs.Layer(
             input_norm=self._floats(layer.input_layernorm.weight),
@@ -155,16 +165,56 @@ class NativeModel:
             k_norm=self._floats(attention.k_norm.weight) if qk_norm else None,
             qkv=self._take_linear(attention.qkv_proj),
             o=self._take_linear(attention.o_proj),
-            gate_up=self._take_linear(mlp.gate_up_proj),
-            down=self._take_linear(mlp.down_proj),
             window=self._config.layer_window(index) or 0,
+            **self._take_mlp(layer.mlp),
         )
 
+    def _take_mlp(self, mlp: GatedMLP | MoEMLP) -> dict[str, Any]:
+        if isinstance(mlp, MoEMLP):
+            experts = ctypes.pointer(self._take_experts(mlp).struct())
+            self._kept.append(experts)
+            return {"experts": experts}
+        return {
+            "gate_up": self._take_linear(mlp.gate_up_proj),
+            "down": self._take_linear(mlp.down_proj),
+        }
+
+    def _take_experts(self, mlp: MoEMLP) -> PackedExperts:
+        router = self._take_parts(mlp.gate)
+        gate_up = self._take_stacked(mlp.experts, "gate_up_proj", 2)
+        down = self._take_stacked(mlp.experts, "down_proj", 1)
+        if mlp._has_shared:
+            router += self._take_parts(mlp.shared_expert_gate)
+            gate_up.append(self._take_parts(mlp.shared_expert.gate_up_proj))
+            down.append(self._take_parts(mlp.shared_expert.down_proj))
+        flat = [weight for [weight] in down]
+        return PackedExperts(router, gate_up, flat, mlp.experts.top_k, mlp.experts.renormalize)
+
+    def _take_stacked(self, op: MoELayer, name: str, parts: int) -> list[list[PackedWeight]]:
+        """Of each expert the parts, side by side, of the weights `[E, parts * n, k]` of this name.
+
+        A layer's memory is let go once its last expert is packed.
+        """
+        stacked = getattr(op, name)
+        rows = (stacked.shape[1] // parts,) * parts
+        kind = op.types[name]
+        packed = [
+            self._pack_parts([WeightPart(kind, part) for part in weight.split(rows)])
+            for weight in stacked
+        ]
+        self.weight_bytes += sum(part.data.nbytes for each in packed for part in each)
+        setattr(op, name, _emptied(stacked))
+        return packed
+
     def _take_linear(self, op: Linear) -> structs.Linear:
+        bias = self._floats(op.bias) if op._has_bias else None
+        return linear_struct(self._take_parts(op), bias)
+
+    def _take_parts(self, op: Linear) -> list[PackedWeight]:
         packed = self._pack(op.weight, op.part_rows)
         op.weight = _emptied(op.weight)
         self.weight_bytes += sum(part.data.nbytes for part in packed)
-        return _linear(packed, self._floats(op.bias) if op._has_bias else None)
+        return packed
 
     def _pack(
         self, weight: torch.Tensor | QuantizedWeight, rows: tuple[int, ...]
@@ -174,23 +224,20 @@ class NativeModel:
             parts = [WeightPart(DENSE, part) for part in weight.split(list(rows))]
         else:
             parts = weight.parts
-        packed = [self._pack_part(part) for part in parts]
+        return self._pack_parts(parts)
+
+    def _pack_parts(self, parts: list[WeightPart]) -> list[PackedWeight]:
+        packed = []
+        for kind, tensor in parts:
+            name = None if kind == DENSE else kind
+            packed.append(pack_weight(self._pool, tensor, name, self._arena))
         self._kept += [part.data for part in packed]
         return packed
-
-    def _pack_part(self, part: WeightPart) -> PackedWeight:
-        kind = None if part.type == DENSE else part.type
-        return pack_weight(self._pool, part.tensor, kind, self._arena)
 
     def _floats(self, tensor: torch.Tensor) -> int:
         kept = tensor.float().contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
-
-
-def _linear(packed: list[PackedWeight], bias: int | None) -> structs.Linear:
-    weights = (structs.Weight * 3)(*[part.struct() for part in packed])
-    return structs.Linear(count=len(packed), weights=weights, bias=bias)
 
 
 def _emptied(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor | QuantizedWeight:

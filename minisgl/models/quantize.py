@@ -5,7 +5,8 @@
     set_storage(model, storage)               the model on meta gets `QuantizedWeight`s
     load_weight(path, ..., storage=storage)   tensors under their names: "... qkv_proj.weight.0"
 
-An op that is not named keeps an ordinary weight; so do norms, biases, the router and experts.
+An op that is not named keeps an ordinary weight; so do norms, biases and the router. The experts of
+a layer are one op with two types, that of gate and up, if they have the same, and that of down.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from minisgl.errors import CheckpointError
 from minisgl.kernel.quant import BLOCKS, quantize
-from minisgl.layers import BaseOP
+from minisgl.layers import BaseOP, MoELayer
 from minisgl.layers.embedding import VocabParallelEmbedding
 from minisgl.layers.linear import Linear
 from minisgl.layers.quantized import DENSE
@@ -62,36 +63,49 @@ def plan_storage(
         from .gguf import gguf_tensor_types
 
         stored = gguf_tensor_types(model_path)
-    storage = {}
-    for op, width in _ops(config):
+
+    def kind_of(op: str, tensors: list[str], width: int) -> str:
+        kinds = {_FINER.get(op, _AT_LOAD.get(quantization, DENSE))}
         if quantization == "keep":
-            kinds = [stored.get(f"{tensor}.weight", DENSE) for tensor in _tensors(op)]
-        else:
-            kinds = [_FINER.get(op, _AT_LOAD[quantization])] * len(_tensors(op))
-        types = tuple(
-            kind if kind in BLOCKS and width % BLOCKS[kind].values == 0 else DENSE for kind in kinds
-        )
+            kinds = {stored.get(f"{tensor}.weight", DENSE) for tensor in tensors}
+        kind = kinds.pop() if len(kinds) == 1 else DENSE
+        return kind if kind in BLOCKS and width % BLOCKS[kind].values == 0 else DENSE
+
+    storage = {}
+    for op, widths in _ops(config):
+        parts = zip(_parts(op, config.num_experts), widths, strict=True)
+        types = tuple(kind_of(op, tensors, width) for tensors, width in parts)
         if set(types) != {DENSE}:
             storage[op] = types
     return storage
 
 
 def set_storage(model: BaseOP, storage: Storage) -> None:
-    """Give the ops that `storage` names a `QuantizedWeight` in place of their weight."""
+    """Give the ops that `storage` names a `QuantizedWeight` in place of their weight, and experts
+    memory for blocks."""
     ops = dict(model.named_ops())
     for path, types in storage.items():
         op = ops[path]
-        assert isinstance(op, (Linear, VocabParallelEmbedding)), path
+        assert isinstance(op, (Linear, VocabParallelEmbedding, MoELayer)), path
         op.set_storage(types)
 
 
-def parts_by_tensor(storage: Storage) -> dict[str, Part]:
-    """For each checkpoint tensor of the ops in `storage`, its name in the model and its type."""
-    return {
-        f"{tensor}.weight": Part(f"{op}.weight.{index}", kind)
-        for op, types in storage.items()
-        for index, (tensor, kind) in enumerate(zip(_tensors(op), types, strict=True))
-    }
+def parts_by_tensor(storage: Storage, num_experts: int = 0) -> dict[str, Part]:
+    """For each checkpoint tensor of the ops in `storage`, its name in the model and its type.
+
+    Those of experts keep their names: they are stacked later, if the file hasn't done so.
+    """
+    found: dict[str, Part] = {}
+    for op, types in storage.items():
+        parts = zip(_parts(op, num_experts), types, strict=True)
+        for index, (tensors, kind) in enumerate(parts):
+            if op.endswith(".experts"):
+                names = [f"{tensor}.weight" for tensor in tensors]
+                names.append(f"{op}.{('gate_up_proj', 'down_proj')[index]}")
+                found |= {name: Part(name, kind) for name in names}
+            else:
+                found[f"{tensors[0]}.weight"] = Part(f"{op}.weight.{index}", kind)
+    return found
 
 
 def quantize_parts(
@@ -106,27 +120,36 @@ def quantize_parts(
             yield part.name, tensor
         else:
             try:
-                yield part.name, quantize(tensor, part.type)
+                rows = quantize(tensor.flatten(0, -2), part.type)
+                yield part.name, rows.unflatten(0, tensor.shape[:-1])
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; use --quantization none") from error
 
 
-def _ops(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """(path, K) of the ops that may be quantized."""
+def _ops(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(path, K of each part) of the ops that may be quantized."""
     hidden = config.hidden_size
-    yield "model.embed_tokens", hidden
+    yield "model.embed_tokens", (hidden,)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
-        yield f"{layer}.self_attn.qkv_proj", hidden
-        yield f"{layer}.self_attn.o_proj", config.num_qo_heads * config.head_dim
-        if not config.is_sparse(index):
-            yield f"{layer}.mlp.gate_up_proj", hidden
-            yield f"{layer}.mlp.down_proj", config.intermediate_size
+        yield f"{layer}.self_attn.qkv_proj", (hidden,) * 3
+        yield f"{layer}.self_attn.o_proj", (config.num_qo_heads * config.head_dim,)
+        mlp, inner = f"{layer}.mlp", config.intermediate_size
+        if config.is_sparse(index):
+            yield f"{mlp}.experts", (hidden, config.moe_intermediate_size)
+            mlp, inner = f"{mlp}.shared_expert", config.shared_expert_intermediate_size
+        if inner:
+            yield f"{mlp}.gate_up_proj", (hidden,) * 2
+            yield f"{mlp}.down_proj", (inner,)
     if not config.tie_word_embeddings:
-        yield "lm_head", hidden
+        yield "lm_head", (hidden,)
 
 
-def _tensors(op: str) -> tuple[str, ...]:
-    """The checkpoint's names for the parts of the op at this path, without `.weight`."""
+def _parts(op: str, num_experts: int) -> list[list[str]]:
+    """The checkpoint's tensors, without `.weight`, of each part of the op at this path."""
     stem, dot, module = op.rpartition(".")
-    return tuple(f"{stem}{dot}{part}" for part in _PARTS.get(module, (module,)))
+    if module == "experts":
+        experts = [f"{op}.{expert}" for expert in range(num_experts)]
+        gate_up = [f"{expert}.{part}" for expert in experts for part in _PARTS["gate_up_proj"]]
+        return [gate_up, [f"{expert}.down_proj" for expert in experts]]
+    return [[f"{stem}{dot}{part}"] for part in _PARTS.get(module, (module,))]

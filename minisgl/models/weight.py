@@ -69,7 +69,7 @@ def load_weight(
     """
     config, tp = load_model_config(model_path), get_tp_info()
     share = Share(tp.rank, tp.size, config.num_kv_heads, config.num_experts, tp.ep)
-    parts = parts_by_tensor(storage or {})
+    parts = parts_by_tensor(storage or {}, config.num_experts)
     blocks: dict[str, str] = {}
     if is_gguf(model_path):
         blocks = {name: part.type for name, part in parts.items() if part.type in BLOCKS}
@@ -78,8 +78,12 @@ def load_weight(
         shards = _read_safetensors(model_path, share)
     stored = quantize_parts(_checked(shards, dtype, blocks), parts)
     for name, tensor in _pack_experts(_merge(stored, dtype), share, dtype):
-        target = tensor.dtype if dtype is None or tensor.dtype == torch.uint8 else dtype
-        yield name, tensor.to(device=device, dtype=target).contiguous()
+        yield name, tensor.to(device=device, dtype=_target(tensor, dtype)).contiguous()
+
+
+def _target(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of a tensor in the model: blocks stay bytes."""
+    return tensor.dtype if dtype is None or tensor.dtype == torch.uint8 else dtype
 
 
 def _read_gguf(
@@ -230,7 +234,7 @@ def _stack(key: str, parts: list[torch.Tensor], dtype: torch.dtype | None) -> to
     if len({(part.dim(), part.shape[1:]) for part in parts}) > 1 or parts[0].dim() == 0:
         raise CheckpointError(f"{key}: parts of {[tuple(p.shape) for p in parts]} don't fit")
     out = parts[0].new_empty(
-        (sum(map(len, parts)), *parts[0].shape[1:]), dtype=dtype or parts[0].dtype
+        (sum(map(len, parts)), *parts[0].shape[1:]), dtype=_target(parts[0], dtype)
     )
     start = 0
     for part in parts:
@@ -256,7 +260,7 @@ def _pack_experts(
         key, expert = f"{match['stem']}.{match['name']}", int(match["expert"])
         if key not in packed:
             shape = (len(share.experts), *tensor.shape)
-            packed[key] = torch.empty(shape, dtype=dtype or tensor.dtype, device="cpu")
+            packed[key] = torch.empty(shape, dtype=_target(tensor, dtype), device="cpu")
             missing[key] = set(range(share.num_experts))
         if expert not in missing[key] or tensor.shape != packed[key].shape[1:]:
             raise CheckpointError(

@@ -83,7 +83,7 @@ def resolve_here(info: ModelInfo, config: EngineConfig) -> ResolvedConfig:
     facts = info.facts()
     on_cpu = config.device == "cpu" or (config.device == "auto" and not hardware.has_cuda)
     # Asked only where they would run: it may compile them.
-    if on_cpu and config.kernels == "auto" and not facts.num_experts and config.tp == 1:
+    if on_cpu and config.kernels == "auto" and config.tp == 1:
         hardware = replace(hardware, has_native=has_native())
     return resolve(config, hardware, facts)
 

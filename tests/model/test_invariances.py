@@ -23,8 +23,8 @@ from tests.model.invariance import (
     params,
 )
 
-# Every model on the kernels that are its default: native, but for the one with experts. One more
-# on the reference kernels, one in each other type.
+# Every model on the kernels that are its default, the native ones; one more on the reference
+# kernels, one in each other type.
 VARIANTS = {
     **{name: (name, FLOAT32) for name in MODELS},
     "mistral-reference": ("mistral-window", REFERENCE),

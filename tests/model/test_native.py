@@ -24,14 +24,22 @@ from tests.helpers import (
     tiny_hf_model,
 )
 from tests.model.native_logits import distance, logits, native_engine
-from tests.unit.gguf_files import VOCAB, Written, tensor_shapes
+from tests.unit.gguf_files import (
+    EXPERTS,
+    FILE_ARCH,
+    VOCAB,
+    Written,
+    has_experts,
+    tensor_shapes,
+)
 
-MAX_TOKENS = 40
+MAX_TOKENS = 64
 PROMPTS = random_prompts([1, 17, 75], TINY["vocab_size"], seed=21)
 [IDS] = random_prompts([150], TINY["vocab_size"], seed=22)
 """Three blocks of 64 keys, the last one not whole."""
 POSITIONS = list(range(150))
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-16-by-2": ("llama", {}),
     "llama-64-by-1-tied": (
@@ -59,7 +67,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51,
          "intermediate_size": 33, "vocab_size": 333, "mlp_bias": True, "attention_bias": True},
     ),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **MOE}),
+    "qwen3-moe-17-dense-first": (
+        "qwen3_moe",
+        {"head_dim": 16, "norm_topk_prob": False, "mlp_only_layers": [0], "num_experts": 17,
+         "num_experts_per_tok": 5, "moe_intermediate_size": 36},
+    ),
+    "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe-every-second": (
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2,
+         "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-one": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    "mixtral-all": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 5}),
 }  # fmt: skip
+SEEDS = {"qwen3-moe-17-dense-first": 4, "mixtral-one": 4}
+"""Where seed 3 makes two logits nearly tie somewhere."""
 
 
 # -- float32 -------------------------------------------------------------------------------
@@ -68,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_float32_equals_transformers_and_the_reference(case: str, tmp_path: Path) -> None:
     model_type, changes = CASES[case]
-    model = tiny_hf_model(model_type, seed=3, **changes)
+    model = tiny_hf_model(model_type, SEEDS.get(case, 3), **changes)
     folder = save(model, tmp_path)
     theirs = hf_logits(model, IDS, POSITIONS)
     for chunk in (256, 13):
@@ -100,6 +125,8 @@ such products; over some ten products one after another that grows to 2 to 3 % (
 """
 BFLOAT16 = 0.016
 """The same for activations of bfloat16: 0.17 % each time; measured 0.9 %."""
+EXPERTS_EIGHT_BITS, EXPERTS_BFLOAT16 = 0.1, 0.03
+"""With experts whose shares of a token are of rounded sums too: measured 5 to 7 %, 2.4 %."""
 KEYS = {"float32": 1e-5, "bfloat16": 0.008, "int8": 0.03}
 """For keys and values alone of this type: measured 1e-6, 0.4 %, 1.5 %."""
 
@@ -134,7 +161,32 @@ def test_quantized_at_load_is_near_the_dequantized_model(
         assert distance(found, logits(folder, IDS, kernels="reference")) > 2 * EIGHT_BITS
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen2_moe", "mixtral"])
+def all_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All experts for every token: with fewer, a rounding may turn who is chosen."""
+    changes = {"num_local_experts": 3, "num_experts_per_tok": 3}
+    if request.param == "qwen2_moe":
+        changes = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                   "shared_expert_intermediate_size": 96}  # fmt: skip
+    model = tiny_hf_model(request.param, seed=5, **changes).bfloat16().float()
+    return save(model, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_experts_in_other_types(all_experts: str, quantization: str, dtype: str) -> None:
+    exact = logits(all_experts, IDS, kernels="reference", quantization=quantization)
+    found = distance(logits(all_experts, IDS, quantization=quantization, dtype=dtype), exact)
+    if (quantization, dtype) == ("none", "float32"):
+        assert found < 1e-5
+    else:
+        assert 1e-3 < found < (EXPERTS_BFLOAT16 if quantization == "none" else EXPERTS_EIGHT_BITS)
+    if quantization == "int4":  # the weights' own rounding is more: it was these weights that ran
+        plain = logits(all_experts, IDS, kernels="reference")
+        assert distance(exact, plain) > 2 * EXPERTS_EIGHT_BITS
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe"])
 def test_a_gguf_file_kept_quantized_is_near_the_dequantized_model(
     arch: str, tmp_path: Path
 ) -> None:
@@ -143,11 +195,16 @@ def test_a_gguf_file_kept_quantized_is_near_the_dequantized_model(
         "blk.0.attn_k.weight": "Q5_0", "blk.0.attn_v.weight": "Q4_1", "blk.1.attn_v.weight": "F16",
         "blk.1.ffn_up.weight": "Q8_0", "blk.0.ffn_down.weight": "Q4_K",
         "blk.1.ffn_down.weight": "Q6_K",
+        # Of experts, gate and up are kept where they are of one type: here in layer 0.
+        "blk.0.ffn_down_exps.weight": "Q4_K", "blk.1.ffn_gate_exps.weight": "Q4_1",
+        "blk.1.ffn_down_exps.weight": "Q8_0", "blk.0.ffn_up_shexp.weight": "Q8_0",
     }  # fmt: skip
     rng = np.random.default_rng(6)
     # Scores of about 1: larger ones would make attention a choice that a rounding can turn.
     small = {name: rng.normal(0, 0.06, shape) for name, shape in tensor_shapes(arch).items()}
-    path = Written(tmp_path / "m.gguf", arch, "Q4_0", kinds=kinds, extra=small).path
+    # All experts, or a rounding could turn who is chosen.
+    keys = {f"{FILE_ARCH.get(arch, arch)}.expert_used_count": EXPERTS} if has_experts(arch) else {}
+    path = Written(tmp_path / "m.gguf", arch, "Q4_0", keys, kinds=kinds, extra=small).path
     ids = [i % VOCAB for i in IDS]
     exact = logits(path, ids, kernels="reference")
     # A file is kept as it is unless a type is asked for.

@@ -30,6 +30,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": (
         "mistral", {"sliding_window": 70, "head_dim": 24, "num_attention_heads": 8}
     ),
+    # More experts than the tokens of a decode meet, one of another size for all.
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 96},
+    ),
 }  # fmt: skip
 
 

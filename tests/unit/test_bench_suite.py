@@ -69,9 +69,21 @@ def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
 # -- what tokens need ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
-def test_flops_are_two_for_each_weight_that_a_token_meets(name: str) -> None:
-    config = config_named(name)
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("qwen3-0.6b", {}), ("qwen3-30b-a3b", {}), ("qwen3-30b-a3b", QWEN2_MOE)],
+    ids=["dense", "experts", "experts and a shared one"],
+)
+def test_flops_are_two_for_each_weight_that_a_token_meets(
+    name: str, changes: dict[str, Any]
+) -> None:
+    config = config_named(name, **changes)
     weights = weights_of(config)
     met = 0.0
     for key, tensor in weights.items():
@@ -81,6 +93,9 @@ def test_flops_are_two_for_each_weight_that_a_token_meets(name: str) -> None:
             met += tensor.numel()
     assert limits.token_flops(config) == 2 * met
     assert limits.head_flops(config) == 2 * weights["model.embed_tokens.weight"].numel()
+    # A step of one token reads what it meets.
+    read = limits.step_weights(config, 1)
+    assert 2 * read == pytest.approx(2 * met + limits.head_flops(config))
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -20,11 +20,13 @@ from minisgl.kernel.cpu.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 LINEAR = "tests/unit/test_native_linear.py"
+EXPERTS = "tests/unit/test_native_experts.py"
 VALUES = "tests/model/test_native.py::"
 BITS = "tests/model/test_native_bits.py::"
 # Both types of attention, all of keys; a window, heads of 24 and 32 values, K-quants.
 FEW = (
     LINEAR,
+    EXPERTS,
     f"{BITS}test_chunks_and_page_sizes[mistral-window-int4-int8-keys]",
     f"{BITS}test_chunks_and_page_sizes[mistral-window-float32]",
     f"{BITS}test_greedy_tokens_are_those_of_the_logits[llama-bfloat16]",
@@ -39,6 +41,7 @@ VALUES_OF_ALL = (
 MORE = (
     f"{BITS}test_what_a_page_held_before_does_not_matter",
     f"{BITS}test_batches[mistral-window-int4-int8-keys-3]",
+    f"{BITS}test_batches[qwen2-moe-bfloat16-3]",
 )
 SANITIZE = (
     "-fsanitize=address,undefined",

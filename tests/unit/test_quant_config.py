@@ -33,15 +33,15 @@ def why(config: ResolvedConfig, name: str) -> str:
 @pytest.mark.parametrize(
     ("hardware", "model", "options", "reason"),
     [
-        (NATIVE, MODEL, {}, "native = True: the native CPU kernels compute dense models"),
+        (NATIVE, MODEL, {}, "native = True: the native CPU kernels compute whole steps"),
         (PLAIN, MODEL, {}, "native = False: the native CPU kernels are not there"),
         (NATIVE, MODEL, {"kernels": "reference"}, "native = False: --kernels reference"),
-        (NATIVE, replace(MODEL, num_experts=8), {}, "native = False: the model has experts"),
+        (NATIVE, replace(MODEL, num_experts=8), {}, "native = True"),
         (replace(NATIVE, has_cuda=True), MODEL, {}, "native = False: they are for CPUs"),
         (replace(NATIVE, has_cuda=True), MODEL, {"device": "cpu"}, "native = True"),
     ],
 )
-def test_native_kernels_run_dense_models_on_a_cpu(hardware, model, options, reason):
+def test_native_kernels_run_on_a_cpu(hardware, model, options, reason):
     config = resolved(hardware, model, **options)
     assert why(config, "native").startswith(reason)
     assert config.native == reason.startswith("native = True")

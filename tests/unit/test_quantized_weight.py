@@ -16,6 +16,7 @@ from minisgl.layers import (
     LinearColParallelMerged,
     LinearQKVMerged,
     LinearReplicated,
+    MoELayer,
     ParallelLMHead,
     VocabParallelEmbedding,
     set_rope_device,
@@ -29,6 +30,7 @@ from minisgl.models import (
     set_storage,
 )
 from minisgl.utils import torch_dtype
+from tests.helpers import save, tiny_hf_model
 from tests.unit.checkpoints import checkpoint
 from tests.unit.gguf_files import HIDDEN, VOCAB, Written
 
@@ -233,14 +235,77 @@ def test_any_checkpoint_is_quantized_as_it_is_read(tmp_path, quantization, kind)
     )
 
 
-def test_experts_and_router_stay_dense(tmp_path):
-    folder = checkpoint(tmp_path / "m", moe=True, **SIZES, moe_intermediate_size=32)
-    storage = plan_storage(str(folder), "int4", load_model_config(str(folder)))
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", "Q8_0"), ("int4", "Q4_1")])
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_quantized_as_they_are_read(tmp_path, quantization, kind, shared):
+    more = {"shared_expert_intermediate_size": 96, "model_type": "qwen2_moe",
+            "architectures": ["Qwen2MoeForCausalLM"]} if shared else {}  # fmt: skip
+    folder = checkpoint(tmp_path / "m", moe=True, **SIZES, moe_intermediate_size=32, **more)
+    storage = plan_storage(str(folder), quantization, load_model_config(str(folder)))
     ops = {name.removeprefix("model.layers.0.") for name in storage if "layers.1" not in name}
-    assert ops == {"model.embed_tokens", "lm_head", "self_attn.qkv_proj", "self_attn.o_proj"}
-    state = build(str(folder), "int4").state_dict()
-    assert state[f"{LAYER}.mlp.experts.down_proj"].dtype == torch.float32
+    in_all = {"model.embed_tokens", "lm_head", "self_attn.qkv_proj", "self_attn.o_proj"}
+    every_token = {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}
+    assert ops == in_all | {"mlp.experts"} | (every_token if shared else set())
+    assert storage[f"{LAYER}.mlp.experts"] == (kind, kind)
+    original = load_file(folder / "model.safetensors")
+    model = build(str(folder), quantization)
+    state = model.state_dict()
+    for expert in range(4):
+        gate, up, down = (
+            quantize(original[f"{LAYER}.mlp.experts.{expert}.{part}_proj.weight"], kind)
+            for part in ("gate", "up", "down")
+        )
+        assert torch.equal(
+            state[f"{LAYER}.mlp.experts.gate_up_proj"][expert], torch.cat((gate, up))
+        )
+        assert torch.equal(state[f"{LAYER}.mlp.experts.down_proj"][expert], down)
     assert state[f"{LAYER}.mlp.gate.weight"].dtype == torch.float32
+    assert model.num_params() == sum(tensor.numel() for tensor in original.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_packed_experts_are_quantized_like_single_ones(tmp_path, name):
+    sizes = {"num_experts": 3, "num_local_experts": 3, "moe_intermediate_size": 32}
+    model = tiny_hf_model(name, **sizes, num_experts_per_tok=2, num_hidden_layers=1)
+    single = build(save(model, tmp_path / "single"), "int4").state_dict()
+    model.save_pretrained(tmp_path / "packed", save_original_format=False)
+    packed = build(str(tmp_path / "packed"), "int4").state_dict()
+    assert packed["model.layers.0.mlp.experts.down_proj"].dtype == torch.uint8
+    assert packed.keys() == single.keys()
+    assert all(torch.equal(packed[name], single[name]) for name in single)
+
+
+def test_experts_whose_rows_no_blocks_divide_stay_dense(tmp_path):
+    folder = checkpoint(tmp_path / "m", moe=True, **SIZES, moe_intermediate_size=40)
+    storage = plan_storage(str(folder), "int8", load_model_config(str(folder)))
+    assert storage[f"{LAYER}.mlp.experts"] == ("Q8_0", "dense")
+    state = build(str(folder), "int8").state_dict()
+    assert state[f"{LAYER}.mlp.experts.gate_up_proj"].shape == (4, 80, 68)
+    assert state[f"{LAYER}.mlp.experts.down_proj"].shape == (4, 64, 40)
+
+
+def test_a_file_s_experts_are_kept_where_gate_and_up_are_alike(tmp_path):
+    kinds = {"blk.1.ffn_down_exps.weight": "Q6_K", "blk.0.ffn_gate_exps.weight": "Q8_0"}
+    written = Written(tmp_path / "m.gguf", "qwen3moe", "Q4_K", kinds=kinds)
+    storage = plan_storage(written.path, "keep", load_model_config(written.path))
+    assert storage["model.layers.0.mlp.experts"] == ("dense", "Q4_K")
+    assert storage[f"{LAYER}.mlp.experts"] == ("Q4_K", "Q6_K")
+    state = build(written.path, "keep").state_dict()
+    for name, parts, kind in (
+        ("gate_up_proj", ("gate", "up"), "Q4_K"), ("down_proj", ("down",), "Q6_K"),
+    ):  # fmt: skip
+        expected = [written.value(f"blk.1.ffn_{part}_exps.weight") for part in parts]
+        found = dequantize(state[f"{LAYER}.mlp.experts.{name}"].flatten(0, 1), kind)
+        assert torch.equal(found.view(3, -1, 256), torch.cat(expected, dim=1))
+
+
+def test_experts_in_blocks_run_on_one_rank_only(monkeypatch):
+    experts = MoELayer(4, 2, 64, 32, renormalize=True)
+    with pytest.raises(ConfigError, match="rows of 32 can't be Q4_K, whose blocks are 256"):
+        experts.set_storage(["Q8_0", "Q4_K"])
+    monkeypatch.setattr("minisgl.distributed.info._info", DistributedInfo(0, 2))
+    with pytest.raises(ConfigError, match="on one rank only"):
+        MoELayer(4, 2, 64, 32, renormalize=True).set_storage(["Q8_0", "dense"])
 
 
 def test_a_gguf_file_is_quantized_anew_from_float32(tmp_path):

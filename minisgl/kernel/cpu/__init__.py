@@ -11,7 +11,16 @@ Read next: `csrc/model.h`, which has the forward on one screen.
 from __future__ import annotations
 
 from .build import has_native, library
-from .pack import NATIVE_TYPES, PackedWeight, pack_weight
+from .pack import NATIVE_TYPES, PackedExperts, PackedWeight, linear_struct, pack_weight
 from .pool import ThreadPool
 
-__all__ = ["NATIVE_TYPES", "PackedWeight", "ThreadPool", "has_native", "library", "pack_weight"]
+__all__ = [
+    "NATIVE_TYPES",
+    "PackedExperts",
+    "PackedWeight",
+    "ThreadPool",
+    "has_native",
+    "library",
+    "linear_struct",
+    "pack_weight",
+]

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from .build import library
-from .pack import PackedWeight
+from .pack import PackedExperts, PackedWeight, linear_struct
 from .pool import ThreadPool
-from .structs import Linear, Weight
 
-__all__ = ["native_linear", "native_lookup"]
+__all__ = ["native_experts", "native_linear", "native_lookup"]
 
 
 def native_linear(
@@ -37,14 +36,29 @@ def native_linear(
         raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}, not [{outputs}] float32")
     out = torch.empty(x.shape[0], outputs)
     bias = None if bias is None else bias.contiguous()  # kept until the call is over
-    linear = Linear(
-        count=len(weights),
-        weights=(Weight * 3)(*[weight.struct() for weight in weights]),
-        bias=None if bias is None else bias.data_ptr(),
-    )
+    linear = linear_struct(weights, None if bias is None else bias.data_ptr())
     library().minisgl_linear(
         pool.handle,
         ctypes.byref(linear),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out
+
+
+def native_experts(pool: ThreadPool, x: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
+    """What a mixture of experts with SiLU gives for `x [T, hidden]` float32: `[T, hidden]`."""
+    hidden = experts.router[0].k
+    if x.dtype != torch.float32 or x.shape[1:] != (hidden,) or not x.is_contiguous():
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}: it must be a contiguous float32 [T, {hidden}]"
+        )
+    out = torch.zeros_like(x)
+    struct = experts.struct()
+    library().minisgl_experts(
+        pool.handle,
+        ctypes.byref(struct),
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_int64(x.shape[0]),
         ctypes.c_void_p(out.data_ptr()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ from minisgl.utils.memory import Arena
 
 from .build import library
 from .pool import ThreadPool
-from .structs import Weight
+from .structs import Experts, Linear, Weight
 
-__all__ = ["NATIVE_TYPES", "PackedWeight", "pack_weight"]
+__all__ = ["NATIVE_TYPES", "PackedExperts", "PackedWeight", "linear_struct", "pack_weight"]
 
 NATIVE_TYPES = {
     torch.float32: 0,
@@ -39,6 +40,41 @@ class PackedWeight(NamedTuple):
     def struct(self) -> Weight:
         """For the kernels; the memory stays this object's."""
         return Weight(self.type, self.n, self.k, self.data.data_ptr())
+
+
+def linear_struct(weights: Sequence[PackedWeight], bias: int | None = None) -> Linear:
+    """Up to three weights of one input, and the address of the float32 bias of all outputs."""
+    parts = (Weight * 3)(*[weight.struct() for weight in weights])
+    return Linear(count=len(weights), weights=parts, bias=bias)
+
+
+class PackedExperts(NamedTuple):
+    """A mixture of E experts, of which each token takes `top_k`.
+
+    Where every token passes one more expert, it is the last of `gate_up` and `down`.
+    """
+
+    router: Sequence[PackedWeight]
+    """`[E, hidden]`, and `[1, hidden]` if there is one more."""
+    gate_up: Sequence[Sequence[PackedWeight]]
+    """Each expert's gate and up, `[I, hidden]`."""
+    down: Sequence[PackedWeight]
+    """`[hidden, I]` each."""
+    top_k: int
+    renormalize: bool
+    """Whether the weights of a token's experts sum to 1."""
+
+    def struct(self) -> Experts:
+        """For the kernels; the memory stays this object's."""
+        return Experts(
+            count=self.router[0].n,
+            chosen=self.top_k,
+            renormalize=self.renormalize,
+            shared=len(self.router) - 1,
+            router=linear_struct(self.router),
+            gate_up=(Linear * len(self.gate_up))(*map(linear_struct, self.gate_up)),
+            down=(Linear * len(self.down))(*[linear_struct([weight]) for weight in self.down]),
+        )
 
 
 def pack_weight(

@@ -1,10 +1,10 @@
-"""The C structs of `csrc/model.h`, field by field."""
+"""The C structs of `csrc/`, field by field."""
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["Layer", "Linear", "Sizes", "Step", "Weight"]
+__all__ = ["Experts", "Layer", "Linear", "Sizes", "Step", "Weight"]
 
 _Pointer = ctypes.c_void_p
 
@@ -26,8 +26,25 @@ class Linear(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int), ("weights", Weight * 3), ("bias", _Pointer)]
 
 
+class Experts(ctypes.Structure):
+    """A mixture of experts; the one that every token passes, if there is one, is the last."""
+
+    _fields_ = [
+        ("count", ctypes.c_int),
+        ("chosen", ctypes.c_int),
+        ("renormalize", ctypes.c_int),
+        ("shared", ctypes.c_int),
+        ("router", Linear),
+        ("gate_up", ctypes.POINTER(Linear)),
+        ("down", ctypes.POINTER(Linear)),
+    ]
+
+
 class Layer(ctypes.Structure):
-    """One decoder layer; norms and biases are float32, keys and values its part of the pool."""
+    """One decoder layer; norms and biases are float32, keys and values its part of the pool.
+
+    It has `gate_up` and `down`, or `experts`.
+    """
 
     _fields_ = [
         ("input_norm", _Pointer),
@@ -38,6 +55,7 @@ class Layer(ctypes.Structure):
         ("o", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("experts", ctypes.POINTER(Experts)),
         ("window", ctypes.c_int64),
         ("keys", _Pointer),
         ("values", _Pointer),

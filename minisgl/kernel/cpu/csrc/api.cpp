@@ -37,6 +37,24 @@ MINISGL_API void minisgl_linear(Pool* pool, const Linear* linear, const float* x
   });
 }
 
+// out [rows][hidden] += what the experts give for x [rows][hidden]; all float32.
+MINISGL_API void minisgl_experts(Pool* pool, const Experts* experts, const float* x, int64_t rows,
+                                 float* out) {
+  const int hidden = experts->router.weights[0].k;
+  Forms forms;
+  Mixture mixture(hidden, Act::Silu);
+  mixture.require(*experts, forms);
+  mixture.make(rows);
+  const Input input = forms.make(rows);
+  pool->run([&](Team& team) {
+    team.split(rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) put_row(input, i, x + i * hidden, hidden);
+    });
+    team.wait();
+    mixture.run(team, *experts, input, out);
+  });
+}
+
 // Rows `ids` of packed weights as float32 [count][k].
 MINISGL_API void minisgl_lookup(const Weight* weight, const int64_t* ids, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) unpack_row(*weight, ids[i], out + i * weight->k);

@@ -53,6 +53,18 @@ inline void put_block(const Input& x, int64_t row, int64_t block, const float* v
   put_block(x, row, block, load(values), load(values + 16));
 }
 
+// Copy a row in every form that `to` has, from an input of as many columns that has them too.
+inline void copy_row(const Input& from, int64_t i, const Input& to, int64_t j) {
+  const auto copy = [&](auto* source, auto* target, int64_t size) {
+    if (target) std::copy_n(source + i * size, size, target + j * size);
+  };
+  copy(from.f32, to.f32, to.stride);
+  copy(from.b16, to.b16, to.stride);
+  copy(from.q8, to.q8, to.stride);
+  copy(from.scale, to.scale, to.blocks());
+  copy(from.sums, to.sums, 2 * to.blocks());
+}
+
 namespace detail {
 
 template <int M>
@@ -237,8 +249,9 @@ void tile_quant(const uint8_t* w, int k, const Input& x, int64_t row, float* c) 
     for (int h = 0; h < 2; ++h) store(c + m * kPanel + 16 * h, acc[m][h]);
 }
 
-using Tile = void (*)(const uint8_t*, int, const Input&, int64_t, float*);
+}  // namespace detail
 
+// Functions for every number of rows: f(M, ...) names that for M.
 #ifdef MINISGL_AVX512
 #define MINISGL_ROWS(f, ...) \
   {f(1, __VA_ARGS__), f(2, __VA_ARGS__), f(3, __VA_ARGS__), f(4, __VA_ARGS__), f(5, __VA_ARGS__), \
@@ -248,26 +261,9 @@ using Tile = void (*)(const uint8_t*, int, const Input&, int64_t, float*);
 #define MINISGL_ROWS(f, ...) \
   {f(1, __VA_ARGS__), f(2, __VA_ARGS__), f(3, __VA_ARGS__), f(4, __VA_ARGS__)}
 #endif
-#define MINISGL_PLAIN(M, name) name<M>
-#define MINISGL_QUANT(M, Q, S) tile_quant<Q, M, S>
 
-inline constexpr Tile kTiles[7][kRows] = {
-    MINISGL_ROWS(MINISGL_PLAIN, tile_f32),
-    MINISGL_ROWS(MINISGL_PLAIN, tile_bf16),
-    MINISGL_ROWS(MINISGL_QUANT, Q8, false),
-    MINISGL_ROWS(MINISGL_QUANT, Q4Zero, false),
-    MINISGL_ROWS(MINISGL_QUANT, Q4Min, false),
-    MINISGL_ROWS(MINISGL_QUANT, Q4K, true),
-    MINISGL_ROWS(MINISGL_QUANT, Q6K, true),
-};
-
-}  // namespace detail
-
-// Rows [row, row + m) of x, m up to 12, times a panel; c is [m][32].
-inline void multiply_tile(const Weight& w, int panel, const Input& x, int64_t row, int m, float* c) {
-  const uint8_t* data = w.data + panel * panel_bytes(w.type, w.k);
-  detail::kTiles[int(w.type)][m - 1](data, w.k, x, row, c);
-}
+// Rows [row, row + m) of x, m up to `kRows`, times a panel; c is [m][32].
+void multiply_tile(const Weight& w, int panel, const Input& x, int64_t row, int m, float* c);
 
 // The i-th of `tiles` equal parts of `rows`: where it begins.
 inline int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }

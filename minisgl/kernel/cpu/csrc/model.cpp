@@ -6,80 +6,19 @@ namespace {
 
 constexpr int kQueryRows = 96;   // of an attention item: keys are brought into panels once for them
 
-template <class T>
-T* grow(Buffer<T>& v, int64_t size) {
-  if (int64_t(v.size()) < size) v.resize(size + size / 4);
-  return v.data();
-}
-
-// Call f(panel, row, m) for all tiles of m rows of all panels. A thread's items are neighbours, so
-// that it reads a panel from memory once for all its rows.
-template <class F>
-void for_panels(Team& team, int panels, int64_t rows, F&& f) {
-  const int64_t tiles = (rows + kRows - 1) / kRows;
-  const int64_t parts = std::max<int64_t>(1, tiles / 4);
-  team.share(panels * parts, [&](int64_t item) {
-    const int64_t from = tiles * (item % parts) / parts, to = tiles * (item % parts + 1) / parts;
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t row = tile_start(rows, tiles, i);
-      f(int(item / parts), row, int(tile_start(rows, tiles, i + 1) - row));
-    }
-  });
-}
-
-// The panel of a linear's outputs: which weight, which panel of it, and its first output.
-struct Place {
-  const Weight* weight;
-  int panel, first, columns;
-};
-
-Place place(const Linear& linear, int panel) {
-  int i = 0, first = 0;
-  for (; panel >= linear.weights[i].panels(); ++i) {
-    panel -= linear.weights[i].panels();
-    first += linear.weights[i].n;
-  }
-  const Weight& w = linear.weights[i];
-  return {&w, panel, first + panel * kPanel, std::min(kPanel, w.n - panel * kPanel)};
-}
-
-// to[j] = from[j], added to what is there if `add`, for a panel's columns.
-void put_out(const float* from, int columns, bool add, float* to) {
-  if (columns == kPanel) {
-    for (int j = 0; j < kPanel; j += 16) store(to + j, add ? load(to + j) + load(from + j) : load(from + j));
-  } else {
-    for (int j = 0; j < columns; ++j) to[j] = add ? to[j] + from[j] : from[j];
-  }
-}
-
-void add_bias(const float* bias, const Place& at, int m, float* c) {
-  if (!bias) return;
-  for (int i = 0; i < m; ++i)
-    for (int j = 0; j < at.columns; ++j) c[i * kPanel + j] += bias[at.first + j];
-}
-
 }  // namespace
 
-Input Forms::make(int64_t rows) {
-  Input in;
-  in.stride = stride_;
-  const int64_t size = rows * stride_;
-  if (has_f32_) in.f32 = grow(f32_, size);
-  if (has_b16_) in.b16 = grow(b16_, size);
-  if (has_q8_) {
-    in.q8 = grow(q8_, size);
-    in.scale = grow(scale_, size / kBlock);
-    in.sums = grow(sums_, size / kBlock * 2);
-  }
-  return in;
-}
-
-Model::Model(const Sizes& sizes) : s_(sizes), layers_(sizes.layer, sizes.layer + sizes.layers) {
+Model::Model(const Sizes& sizes)
+    : s_(sizes), layers_(sizes.layer, sizes.layer + sizes.layers), mixture_(s_.hidden, Act(s_.act)) {
   for (const Layer& layer : layers_) {
     normed_forms_.require(layer.qkv);
-    normed_forms_.require(layer.gate_up);
     context_forms_.require(layer.o);
-    inner_forms_.require(layer.down);
+    if (layer.experts) {
+      mixture_.require(*layer.experts, normed_forms_);
+    } else {
+      normed_forms_.require(layer.gate_up);
+      inner_forms_.require(layer.down);
+    }
   }
   last_forms_.require(s_.head);
 }
@@ -94,6 +33,7 @@ void Model::forward(Pool& pool, const Step& step) {
   normed_ = normed_forms_.make(rows);
   context_ = context_forms_.make(rows);
   inner_ = inner_forms_.make(rows);
+  mixture_.make(rows);
   const bool wide = Type(s_.compute) == Type::F32;
   while (wide && int(attention_f32_.size()) < pool.size())
     attention_f32_.push_back(std::make_unique<Attention<float>>(s_.dim, group, most));
@@ -188,9 +128,7 @@ void Model::run(Team& team, Attention<E>& attention) {
     team.wait();
     normalize(team, layer.post_norm);
     team.wait();
-    gate(team, layer.gate_up);
-    team.wait();
-    multiply(team, layer.down, inner_, num_tokens(), x_.data(), true);
+    mlp(team, layer);
     team.wait();
   }
 }
@@ -215,35 +153,14 @@ void Model::normalize(Team& team, const float* weight) {
   });
 }
 
-void multiply(Team& team, const Linear& linear, const Input& x, int64_t rows, float* out, bool add) {
-  const int64_t stride = linear.outputs();
-  for_panels(team, linear.panels(), rows, [&](int panel, int64_t row, int m) {
-    const Place at = place(linear, panel);
-    alignas(64) float c[kRows * kPanel];
-    multiply_tile(*at.weight, at.panel, x, row, m, c);
-    add_bias(linear.bias, at, m, c);
-    for (int i = 0; i < m; ++i) {
-      put_out(c + i * kPanel, at.columns, add, out + (row + i) * stride + at.first);
-    }
+void Model::mlp(Team& team, const Layer& layer) {
+  if (layer.experts) return mixture_.run(team, *layer.experts, normed_, x_.data());
+  const Linear& gate_up = layer.gate_up;
+  for_panels(team, gate_up.weights[0].panels(), num_tokens(), [&](int panel, int64_t row, int m) {
+    gate_panel(gate_up, panel, Act(s_.act), normed_, row, m, inner_);
   });
-}
-
-void Model::gate(Team& team, const Linear& gate_up) {
-  const Weight &gate = gate_up.weights[0], &up = gate_up.weights[1];
-  for_panels(team, gate.panels(), num_tokens(), [&](int panel, int64_t row, int m) {
-    const Place left = place(gate_up, panel), right = place(gate_up, gate.panels() + panel);
-    alignas(64) float a[kRows * kPanel], b[kRows * kPanel];
-    multiply_tile(gate, panel, normed_, row, m, a);
-    multiply_tile(up, panel, normed_, row, m, b);
-    add_bias(gate_up.bias, left, m, a);
-    add_bias(gate_up.bias, right, m, b);
-    for (int i = 0; i < m; ++i) {  // a panel's outputs beyond the last are zero, and stay so
-      const float *x = a + i * kPanel, *y = b + i * kPanel;
-      const Act act = Act(s_.act);
-      put_block(inner_, row + i, panel, apply(act, load(x)) * load(y),
-                apply(act, load(x + 16)) * load(y + 16));
-    }
-  });
+  team.wait();
+  multiply(team, layer.down, inner_, num_tokens(), x_.data(), true);
 }
 
 void Model::rotate_and_store(Team& team, const Layer& layer) {
@@ -334,10 +251,8 @@ void Model::project(Pool& pool, const int64_t* rows, int64_t count, float* logit
     team.wait();
     auto& mine = best_[team.id()];
     for_panels(team, head.panels(), count, [&](int panel, int64_t row, int m) {
-      const Place at = place(head, panel);
       alignas(64) float c[kRows * kPanel];
-      multiply_tile(*at.weight, at.panel, last, row, m, c);
-      add_bias(head.bias, at, m, c);
+      const Place at = multiply_panel(head, panel, last, row, m, c);
       for (int i = 0; i < m; ++i) {
         const float* from = c + i * kPanel;
         if (logits) std::copy(from, from + at.columns, logits + (row + i) * stride + at.first);

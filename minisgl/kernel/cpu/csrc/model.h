@@ -8,7 +8,7 @@
 //     a = attention             -> o projection's input
 //     x += a Wo + b
 //     n = norm(x)
-//     h = act(n Wgate) * (n Wup)
+//     h = act(n Wgate) * (n Wup)                      or a mixture of experts: see experts.h
 //     x += h Wdown + b
 //   logits = norm(x[rows]) Whead                        `project`, for the rows that are asked for
 //
@@ -19,32 +19,16 @@
 #include <memory>
 
 #include "attention.h"
+#include "experts.h"
 #include "pack.h"
-#include "pool.h"
 
 namespace minisgl {
 
 // Plain structs, filled by the Python side through ctypes; pointers are never owned.
-struct Linear {
-  int count;  // weights one after another in the outputs (q, k, v); all share the input
-  Weight weights[3];
-  const float* bias;  // of all outputs, or null
-
-  int outputs() const {
-    int n = 0;
-    for (int i = 0; i < count; ++i) n += weights[i].n;
-    return n;
-  }
-  int panels() const {
-    int n = 0;
-    for (int i = 0; i < count; ++i) n += weights[i].panels();
-    return n;
-  }
-};
-
 struct Layer {
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
   Linear qkv, o, gate_up, down;
+  const Experts* experts;  // instead of gate_up and down, or null
   int64_t window;  // 0: none
   uint8_t *keys, *values;
   float *key_scales, *value_scales;
@@ -68,32 +52,6 @@ struct Step {
   const int32_t* pages;  // [rows][page_stride]
   int64_t page_stride;
 };
-
-// Memory of an input, for the most rows so far, in every form that one of its weights multiplies.
-class Forms {
- public:
-  void require(const Linear& linear) {
-    stride_ = round_up(linear.weights[0].k, kBlock);
-    for (int i = 0; i < linear.count; ++i) {
-      const Type type = linear.weights[i].type;
-      (type == Type::F32 ? has_f32_ : type == Type::BF16 ? has_b16_ : has_q8_) = true;
-    }
-  }
-
-  Input make(int64_t rows);
-
- private:
-  int64_t stride_ = 0;
-  bool has_f32_ = false, has_b16_ = false, has_q8_ = false;
-  Buffer<float> f32_, scale_;
-  Buffer<bf16> b16_;
-  Buffer<int8_t> q8_;
-  Buffer<int32_t> sums_;
-};
-
-// out[row][output] = (add ? itself : 0) + x times the weights + bias, for `rows` rows; called by
-// all threads, which must wait after it.
-void multiply(Team& team, const Linear& linear, const Input& x, int64_t rows, float* out, bool add);
 
 class Model {
  public:
@@ -131,7 +89,7 @@ class Model {
   void rotate_and_store(Team& team, const Layer& layer);
   template <class E>
   void attend(Team& team, const Layer& layer, Attention<E>& attention);
-  void gate(Team& team, const Linear& gate_up);
+  void mlp(Team& team, const Layer& layer);
   KVLayer kv_layer(const Layer& layer) const;
   int64_t num_tokens() const { return int64_t(tokens_.size()); }
 
@@ -143,6 +101,7 @@ class Model {
   Buffer<float> x_, qkv_, attended_;
   Forms normed_forms_, context_forms_, inner_forms_, last_forms_;
   Input normed_, context_, inner_;
+  Mixture mixture_;
   std::vector<std::vector<Best>> best_;  // of each thread
   std::vector<std::unique_ptr<Attention<bf16>>> attention_bf16_;  // one for each thread
   std::vector<std::unique_ptr<Attention<float>>> attention_f32_;
