@@ -20,10 +20,13 @@ __all__ = [
     "head_flops",
     "measure_ceilings",
     "read_bandwidth",
+    "read_share",
     "step_weights",
     "token_flops",
 ]
 
+_ALL = 1 << 40
+"""Tokens that choose every expert."""
 _CALLS = 10
 """Timed at once on a GPU, where starting a call and waiting for it takes a part of its time."""
 
@@ -97,6 +100,11 @@ def step_weights(config: ModelConfig, num_tokens: int) -> float:
         share = config.num_experts_per_tok / config.num_experts
         used = config.num_experts * (1 - (1 - share) ** num_tokens)
     return _layer_weights(config, used) + config.hidden_size * config.vocab_size
+
+
+def read_share(config: ModelConfig, num_tokens: int) -> float:
+    """Of all weights but those looked up, the part that a step of so many tokens reads."""
+    return step_weights(config, num_tokens) / step_weights(config, _ALL)
 
 
 def _layer_weights(config: ModelConfig, num_experts: float) -> float:

@@ -26,7 +26,7 @@ from minisgl.scheduler import Scheduler
 from minisgl.scheduler.recorder import StepRecorder
 from minisgl.server.trace import TraceWriter
 
-from .limits import read_bandwidth
+from .limits import read_bandwidth, read_share
 from .timing import percentiles
 from .workloads import Job, make_workload
 
@@ -111,7 +111,9 @@ def bench_offline(
                 runs.append(run_jobs(llm, jobs))
                 if other is not None:
                     others.append(other.run(jobs))
-            row = _figures(name, jobs, median_run(runs), weights / bandwidth)
+            run = median_run(runs)
+            reads = sum(read_share(engine.model_config, step.computed) for step in run.steps)
+            row = _figures(name, jobs, run, reads * weights / bandwidth)
             if other is not None:
                 row["transformers"] = _compared(jobs, row, others)
             rows.append(row)
@@ -224,7 +226,8 @@ def median_run(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda run: run.total_s)[len(runs) // 2]
 
 
-def _figures(name: str, jobs: list[Job], run: Run, step_limit_s: float) -> dict[str, Any]:
+def _figures(name: str, jobs: list[Job], run: Run, limit_s: float) -> dict[str, Any]:
+    """`limit_s` is what reading the weights would take, once for every step."""
     prompts, outputs = sum(len(j.prompt) for j in jobs), sum(j.output_len for j in jobs)
     ttft = [times[0] for times in run.tokens]
     gaps = [b - a for times in run.tokens for a, b in zip(times, times[1:], strict=False)]
@@ -239,7 +242,7 @@ def _figures(name: str, jobs: list[Job], run: Run, step_limit_s: float) -> dict[
         "prompt_tok_s": round(prompts / run.total_s, 1),
         "output_tok_s": round(outputs / run.total_s, 1),
         "steps": len(run.steps),
-        "bandwidth_limit_share": round(len(run.steps) * step_limit_s / run.total_s, 3),
+        "bandwidth_limit_share": round(limit_s / run.total_s, 3),
     }
     if len(jobs) == 1 and tpot:
         figures["decode_tok_s"] = round(1 / tpot[0], 1)

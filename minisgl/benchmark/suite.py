@@ -24,7 +24,14 @@ from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from minisgl.utils.hf import resolve_model_path
 
-from .limits import attention_flops, gemm_rate, head_flops, read_bandwidth, token_flops
+from .limits import (
+    attention_flops,
+    gemm_rate,
+    head_flops,
+    read_bandwidth,
+    read_share,
+    token_flops,
+)
 from .offline import Run, machine_figures, median_run, run_jobs, weights_read_bytes
 from .workloads import Job, make_workload
 
@@ -115,10 +122,9 @@ class _Limits:
         self.gemm_rate = gemm_rate(engine.config.device, engine.config.dtype)
         self.model = engine.model_config
 
-    @property
-    def step_s(self) -> float:
-        """The time in which all weights can be read."""
-        return self.weight_bytes / self.bandwidth
+    def step_s(self, num_tokens: int) -> float:
+        """The time in which the weights that such a step needs can be read."""
+        return read_share(self.model, num_tokens) * self.weight_bytes / self.bandwidth
 
     def run_s(self, run: Run, jobs: list[Job]) -> float:
         """The least time for the steps of this run: of each, reads or operations, the longer.
@@ -134,7 +140,7 @@ class _Limits:
         seconds = 0.0
         for step in run.steps:
             flops = step.computed * per_token + step.sampled * per_sample
-            seconds += max(self.step_s, flops / self.gemm_rate)
+            seconds += max(self.step_s(step.computed), flops / self.gemm_rate)
         return seconds
 
 
@@ -161,7 +167,7 @@ def _row(name: str, jobs: list[Job], run: Run, limits: _Limits) -> dict[str, Any
     letter, unit = ROWS[name]
     figure, limit_s = _figure(name, jobs, run), limits.run_s(run, jobs)
     if name == "single":
-        limit = 1 / limits.step_s
+        limit = 1 / limits.step_s(1)
         share = figure / limit
     else:
         limit = limit_s if name == "prefix" else figure * run.total_s / limit_s

@@ -103,6 +103,8 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert many - one == pytest.approx((128 - 8) * experts)
     dense = model_of("qwen3-0.6b")
     assert limits.step_weights(dense, 1) == limits.step_weights(dense, 256)
+    assert limits.read_share(dense, 1) == limits.read_share(model, 10_000) == 1
+    assert limits.read_share(model, 1) == pytest.approx(one / many)
 
 
 def test_a_copy_counts_both_ways() -> None:
