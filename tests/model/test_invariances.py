@@ -23,11 +23,12 @@ from tests.model.invariance import (
     params,
 )
 
-# Every model on the kernels that are its default, the native ones; one more on the reference
+# Every model on the kernels that are its default, the native ones; two more on the reference
 # kernels, one in each other type.
 VARIANTS = {
     **{name: (name, FLOAT32) for name in MODELS},
     "mistral-reference": ("mistral-window", REFERENCE),
+    "moe-reference": ("qwen3-moe", REFERENCE),
     **{f"mistral-{name}": ("mistral-window", config) for name, config in ROUNDED.items()},
 }
 
