@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from minisgl.config import EngineConfig
 from minisgl.core import Req, SamplingParams
-from minisgl.distributed import DistributedCommunicator, DistributedInfo, set_tp_info
+from minisgl.distributed import (
+    DistributedCommunicator,
+    DistributedInfo,
+    find_store,
+    set_tp_info,
+)
 from minisgl.distributed.impl import use_peers
 from minisgl.distributed.peers import PeerMemory, measure
 from minisgl.models import load_model_info
@@ -123,7 +127,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     rank, size = spec["rank"], spec["size"]
     torch.cuda.set_device(0)
-    store = TCPStore("127.0.0.1", spec["port"], size, is_master=rank == 0)
+    store = find_store("127.0.0.1", spec["port"])
     dist.init_process_group(
         "gloo" if size > 1 else "nccl",
         store=store,

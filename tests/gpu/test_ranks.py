@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, SamplingParams
+from minisgl.distributed import make_store
 from tests.gpu.small_models import MODELS, VOCAB, save_small
 from tests.helpers import random_prompts
 
@@ -36,9 +36,7 @@ OPTIONS: dict[str, Any] = {
 
 def run_processes(does: str, size: int, runs: list[dict[str, Any]]) -> Any:
     """What rank 0 found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = make_store(size)
     environment = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     processes = [
         subprocess.Popen(
@@ -48,7 +46,7 @@ def run_processes(does: str, size: int, runs: list[dict[str, Any]]) -> Any:
             env=environment,
         )
         for rank in range(size)
-        for spec in [{"does": does, "rank": rank, "size": size, "port": port, "runs": runs}]
+        for spec in [{"does": does, "rank": rank, "size": size, "port": store.port, "runs": runs}]
     ]
     try:
         outputs = [process.communicate(timeout=150)[0] for process in processes]
