@@ -217,6 +217,11 @@ def _quantization(
             raise ConfigError(
                 f"--quantization {asked} is for CPUs: use --device cpu or --quantization none"
             )
+        if config.tp > 1:
+            raise ConfigError(
+                f"--quantization {asked} runs on one rank only, not with --tp {config.tp}: use "
+                "--quantization none"
+            )
         if not native.on:
             choices.reasons.append(
                 f"quantization = {asked} as asked, but each use dequantizes the weights, which is "

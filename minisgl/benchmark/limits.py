@@ -103,7 +103,10 @@ def step_weights(config: ModelConfig, num_tokens: int) -> float:
 
 
 def read_share(config: ModelConfig, num_tokens: int) -> float:
-    """Of all weights but those looked up, the part that a step of so many tokens reads."""
+    """Of all weights but those looked up, the part that a step of so many tokens reads.
+
+    Of bytes it is the same only where experts and the rest are stored in one type.
+    """
     return step_weights(config, num_tokens) / step_weights(config, _ALL)
 
 

@@ -2,7 +2,8 @@
 
 The limit it is held against: a decode step must read every weight once (the embedding only if
 it is the head too), so with bandwidth W and weights of S bytes no engine makes more than W / S
-steps a second. The share reached is the time those reads need over the time taken.
+steps a second. Of experts it reads those that a token chose: as many as even choices would make.
+The share reached is the time those reads need over the time taken.
 """
 
 from __future__ import annotations

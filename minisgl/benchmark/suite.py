@@ -8,6 +8,7 @@
 The limits are those of the machine: how fast it reads memory, and how fast torch multiplies large
 matrices in the type of the computation. Keys and values that are read count in none of them, so
 they can't quite be reached; kernels that multiply in fewer bits than torch's can pass that of b.
+Of experts, those count that some token chose, if tokens choose evenly.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class NativeForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a decode step reads."""
+        """Bytes of the weights that a decode step reads, if every expert is chosen."""
         return self._native.weight_bytes
 
     def bind(self, pool: KVPool, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ choice among them (`dispatch.py`). Does not own: weights (`layers/`), pages (`kv
 requests run (`scheduler/`).
 Invariant: whatever computes an op, it has the reference's semantics.
 
-The ops exported here are what layers call. On a CPU a dense model takes none of them: `cpu/`
+The ops exported here are what layers call. On a CPU most models take none of them: `cpu/`
 computes its whole step in one native call.
 Read next: `dispatch.py`, then `triton/`, `cpu/` or `minisgl/layers/`.
 """

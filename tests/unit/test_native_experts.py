@@ -67,6 +67,13 @@ SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "all": (5, 5, 64, 64, 0),
     "shared": (6, 2, 64, 32, 160),
     "shared-small": (3, 2, 96, 128, 32),
+    "wide": (
+        3,
+        2,
+        1111,
+        33,
+        0,
+    ),  # more panels than work is cut into, and the last of a thread fewer
 }
 PLAIN = [(name, kind) for name in SIZES for kind in (torch.float32, torch.bfloat16)]
 IN_BLOCKS = [
@@ -212,10 +219,23 @@ def test_what_is_not_finite_stays_in_its_row(pool: ThreadPool, size: str, value:
     assert not bool(found[[0, 6, 13]].isfinite().any())
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_score_of_nan_gives_nan(pool: ThreadPool, renormalize: bool) -> None:
+    """Also of an expert that nobody takes, as a softmax over all does."""
+    layer = mixture(pool, "two-of-four", torch.float32, renormalize=renormalize)
+    router = torch.zeros(4, 64)
+    router[:, 0] = torch.tensor([0.3, float("nan"), 0.1, -1.0])
+    found = native_experts(
+        pool, first_is_one(tokens(3, 64)), with_router(pool, layer, router).packed
+    )
+    assert bool(found.isnan().all())
+
+
 # -- bit for bit ---------------------------------------------------------------------------
 
 BITS: list[tuple[str, Kind]] = [
-    ("odd", torch.float32), ("shared", torch.bfloat16), ("shared", "Q8_0"), ("one-of-many", "Q4_1"),
+    ("odd", torch.float32), ("wide", torch.float32), ("shared", torch.bfloat16),
+    ("shared", "Q8_0"), ("one-of-many", "Q4_1"),
 ]  # fmt: skip
 
 
@@ -254,3 +274,14 @@ def test_what_the_kernels_cannot_take_is_refused(pool: ThreadPool) -> None:
     for wrong in (x.double(), x[0], torch.zeros(2, 65), torch.zeros(64, 2).T):
         with pytest.raises(ValueError, match=r"must be a contiguous float32 \[T, 64\]"):
             native_experts(pool, wrong, layer.packed)
+    packed, other = layer.packed, mixture(pool, "one-of-many", torch.float32).packed
+    for changed, message in (
+        (packed._replace(top_k=0), "takes 0 of 4 experts"),
+        (packed._replace(top_k=5), "takes 5 of 4 experts"),
+        (packed._replace(down=packed.down[:3]), "gates and ups of 4 experts and downs of 3"),
+        (packed._replace(router=[*packed.router] * 2), r"router has \[4, 4\] outputs"),
+        (packed._replace(down=other.down[:4]), "expert 0 has gate, up and down of"),
+        (packed._replace(gate_up=other.gate_up[:4]), r"two of \(inner, 64\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native_experts(pool, x, changed)

@@ -74,6 +74,9 @@ def test_quantization_as_asked():
         slow = why(resolved(PLAIN, quantization=asked), "quantization")
         assert "slow" in slow
         assert "the native CPU kernels are not there" in slow
+        heads = replace(MODEL, num_qo_heads=4, num_kv_heads=2)
+        with pytest.raises(ConfigError, match=f"{asked} runs on one rank only, not with --tp 2"):
+            resolved(NATIVE, heads, quantization=asked, tp=2)
         cuda = replace(NATIVE, has_cuda=True)
         with pytest.raises(ConfigError, match=f"--quantization {asked} is for CPUs: use --device"):
             resolved(cuda, quantization=asked)

@@ -65,7 +65,9 @@ class PackedExperts(NamedTuple):
     """Whether the weights of a token's experts sum to 1."""
 
     def struct(self) -> Experts:
-        """For the kernels; the memory stays this object's."""
+        """For the kernels; the memory stays this object's. Raises `ValueError` for weights that
+        don't belong together, or fewer experts than a token takes."""
+        self._check()
         return Experts(
             count=self.router[0].n,
             chosen=self.top_k,
@@ -75,6 +77,25 @@ class PackedExperts(NamedTuple):
             gate_up=(Linear * len(self.gate_up))(*map(linear_struct, self.gate_up)),
             down=(Linear * len(self.down))(*[linear_struct([weight]) for weight in self.down]),
         )
+
+    def _check(self) -> None:
+        experts, hidden = self.router[0].n, self.router[0].k
+        if not 1 <= self.top_k <= experts:
+            raise ValueError(f"a token takes {self.top_k} of {experts} experts: not 1 to {experts}")
+        rows = [part.n for part in self.router]
+        held = sum(rows)
+        if rows[1:] not in ([], [1]) or not held == len(self.gate_up) == len(self.down):
+            raise ValueError(
+                f"the router has {rows} outputs, and there are gates and ups of "
+                f"{len(self.gate_up)} experts and downs of {len(self.down)}"
+            )
+        for i, (halves, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            shapes = [(part.n, part.k) for part in (*halves, down)]
+            if shapes != [(down.k, hidden)] * 2 + [(hidden, down.k)]:
+                raise ValueError(
+                    f"expert {i} has gate, up and down of {shapes}: the router takes {hidden}, so "
+                    f"they must be two of (inner, {hidden}) and one of ({hidden}, inner)"
+                )
 
 
 def pack_weight(

@@ -96,6 +96,9 @@ void Mixture::choose(Team& team, const Experts& experts) {
         total = 0;
         for (int j = 0; j < k; ++j) total += scores[ids[j]];
       }
+      // A score of no expert's: the softmax over all has no number then, whoever is chosen.
+      for (int id = 0; id < experts.count; ++id)
+        if (logits[id] != logits[id]) total = logits[id];
       for (int j = 0; j < k; ++j) weights[j] = scores[ids[j]] / total;
       if (experts.shared) {
         ids[k] = experts.count;
