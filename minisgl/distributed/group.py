@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -28,22 +29,30 @@ __all__ = [
 
 _FOREVER = timedelta(days=365)
 """Ranks without work wait for commands; that rank 0 died is seen by its closed connection."""
+_LEAVE_S = 10.0
 _INLINE = 4096
 """Bytes of a command list that go with the first broadcast."""
 _LENGTH = 8
 
 
 def make_store(size: int, port: int = 0) -> TCPStore:
-    """Where ranks find each other: on a port that the system chose, or on this one.
-
-    It listens on all interfaces; this process itself reaches it by the loopback one. Raises
-    `ConfigError` if the port can't be had.
+    """Where ranks find each other: on a port of the loopback interface that the system chose, or
+    on this one of all interfaces. Raises `ConfigError` if the port can't be had.
     """
+    if not port:
+        listening = socket.create_server(("127.0.0.1", 0))
+        chosen, descriptor = listening.getsockname()[1], listening.detach()
+        return TCPStore(
+            "127.0.0.1",
+            chosen,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
     try:
         return TCPStore("127.0.0.1", port, size, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
-        if not port:
-            raise
         why = "it is in use" if "EADDRINUSE" in str(error) else str(error).partition("\n")[0]
         raise ConfigError(
             f"--dist-init-addr: can't listen on port {port}: {why}; end what has it, or choose "
@@ -84,10 +93,21 @@ def join_group(
 
 def leave_group() -> None:
     """This process is rank 0 of 1 again."""
-    use_peers(None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        # It waits for the device, which waits for a lost rank if aborting did not help.
+        leaving = threading.Thread(target=_leave, name="leave group", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
+    else:
+        _leave()
     set_tp_info(None)
+
+
+def _leave() -> None:
+    use_peers(None)
+    with suppress(RuntimeError, ValueError, AssertionError):  # it was aborted meanwhile
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def abort_group() -> None:
@@ -96,8 +116,8 @@ def abort_group() -> None:
     Its results mean nothing. gloo's collectives, which can't be aborted, end with the connection.
     """
     threading.Thread(target=release_peers, name="release peers", daemon=True).start()
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        with suppress(RuntimeError, ValueError):  # the group was left meanwhile
+    with suppress(RuntimeError, ValueError, AssertionError):  # the group was left meanwhile
+        if dist.is_initialized() and dist.get_backend() == "nccl":
             c10d._abort_process_group()
 
 

@@ -41,6 +41,9 @@ class Built(NamedTuple):
         """End the other ranks, if there are any, and give the memory back."""
         self.scheduler.close()
         self.engine.close()
+        # Only now: NCCL's group does not end before the graphs that hold its calls.
+        if self.ranks is not None:
+            self.ranks.leave()
 
 
 def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
@@ -66,13 +69,16 @@ def build_scheduler(path: str, info: ModelInfo, config: EngineConfig) -> Built:
     from .nodes import make_facts
     from .ranks import Ranks
 
-    ranks = Ranks(path, config, resolved.device, make_facts(info, config, resolved))
+    ranks, built = Ranks(path, config, resolved.device, make_facts(info, config, resolved)), None
     try:
         with ranks.failing_together():
             built = make_scheduler(path, info, resolved, ranks.all_loaded, ranks)
             ranks.wait_for("ready")
     except BaseException as error:
         ranks.close(why=f"node 0 did not start: {type(error).__name__}: {error}")
+        if built is not None:
+            built.engine.close()
+        ranks.leave()
         raise
     return built
 

@@ -44,7 +44,7 @@ class _Add(_Command):
     def of(cls, req: Req) -> _Add:
         return cls(
             req.uid,
-            req.token_ids,
+            list(req.token_ids),
             req.prompt_len,
             req.params,
             req.max_len,
@@ -114,7 +114,6 @@ class LeadingScheduler(Scheduler):
     def add(self, req: Req) -> None:
         """See `Scheduler.add`."""
         command = _Add.of(req)
-        command.token_ids = list(req.token_ids)
         super().add(req)
         self._commands.append(command)
 
@@ -126,22 +125,22 @@ class LeadingScheduler(Scheduler):
 
     def flush_cache(self) -> int:
         """See `Scheduler.flush_cache`."""
-        self._tell(_Flush())
-        return super().flush_cache()
+        with self._ranks.alike():
+            self._tell(_Flush())
+            return super().flush_cache()
 
     def step(self) -> list[Update]:
         """See `Scheduler.step`; raises `EngineDeadError` when a rank failed: then no step can be
         made any more."""
         # Aborts that came inside the last step are made first thing in this one.
         self._commands += [_Abort(uid, reason) for uid, reason in self._aborts]
-        self._tell(_Step())
-        self._is_told = True
-        try:
-            updates = super().step()
-        except Exception as error:
-            raise self._ranks.failure(error) from error
-        finally:
-            self._is_told = False
+        with self._ranks.alike():
+            self._tell(_Step())
+            self._is_told = True
+            try:
+                updates = super().step()
+            finally:
+                self._is_told = False
         if self._ranks.death is not None:  # what an aborted collective left is no token
             raise self._ranks.failure()
         return updates

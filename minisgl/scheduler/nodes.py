@@ -5,6 +5,7 @@
     node K                      node K      it has come; a number, so that only one does
     beat K                      node K      it lives: a count that goes up every half second
     died K                      node K      why it can't go on
+    refused                     any node    why it can't join: what it was told differs
     end                         node 0      the engine has ended; empty, or why
     left K                      node K      its ranks have ended
 
@@ -175,6 +176,8 @@ class Nodes:
         beats: dict[int, int] = {}
         heard_s: dict[int, float] = {}
         while not self._is_over.wait(POLL_S):
+            if self._store.check(["refused"]):  # by a node that this one may not even count
+                self._lost(self._store.get("refused").decode())
             for node in self._others:
                 count = self._beats(node)
                 if count != beats.get(node, 0):

@@ -133,7 +133,8 @@ class _Node:
         """Why to end; empty when node 0 closed. The first one counts."""
         first = self._rank * config.ranks_per_node
         self._ranks = range(first, first + config.ranks_per_node)
-        self._done: list[int] = []
+        self._num_done = 0
+        self._is_refused = False
         self._local = LocalRanks(self._exited)
         self._beat_s = time.monotonic()
         self._report = ""
@@ -179,8 +180,8 @@ class _Node:
         if code:
             self._end(why)
             return
-        self._done.append(code)  # rank 0 said that all is done
-        if len(self._done) == len(self._ranks):
+        self._num_done += 1  # rank 0 said that all is done
+        if self._num_done == len(self._ranks):
             self._causes.put("")
 
     def _prepare(self) -> None:
@@ -192,6 +193,7 @@ class _Node:
                 self._facts, make_facts(info, config, resolve_here(info, config)), rank
             )
             if found:
+                self._is_refused = True
                 return self._end(f"node {rank} can't join: {found}; give all nodes the same")
             assert config.dist_init_addr is not None
             self._local.start(self._ranks, split_address(config.dist_init_addr), path, config)
@@ -217,7 +219,7 @@ class _Node:
                     break
                 self._is_over.wait(POLL_S)
             if self._report:
-                store.set(f"died {rank}", self._report)
+                store.set("refused" if self._is_refused else f"died {rank}", self._report)
             self._has_stopped.wait(2 * _STOP_S)
             store.set(f"left {rank}", "")
         except RuntimeError:

@@ -33,7 +33,7 @@ from minisgl.distributed import (
 )
 from minisgl.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl.utils.logger import LogSettings, get_logger
-from minisgl.utils.mp import Child, how_ended
+from minisgl.utils.mp import Child, before_exit, how_ended
 
 from .nodes import JOIN_S, SILENCE_S, Facts, Nodes
 
@@ -84,6 +84,8 @@ class LocalRanks:
         where = f" on node {config.node_rank}" if config.nnodes > 1 else ""
         common = (*address, os.path.abspath(model_path), vars(config), TIMEOUT_S)
         for rank in ranks:
+            if self._is_stopping:
+                return
             spec = RankSpec(rank, *common, *LogSettings.current())
             exited = partial(self._exited, rank, where)
             self._children.append(Child("minisgl.scheduler.follower", spec, exited))
@@ -95,10 +97,12 @@ class LocalRanks:
             who = f"tensor-parallel rank {rank} (pid {child.pid}{where})"
             self._on_exit(f"{who} {how_ended(code)}", code)
 
-    def wait(self, deadline: float) -> None:
-        """Until all have ended by themselves, or it is so late on `time.monotonic`'s clock."""
+    def wait(self, deadline: float) -> bool:
+        """Whether all have ended by themselves before it is so late on `time.monotonic`'s clock."""
         for _ in self._children:
-            self._ended.acquire(timeout=max(0, deadline - time.monotonic()))
+            if not self._ended.acquire(timeout=max(0, deadline - time.monotonic())):
+                return False
+        return True
 
     def expect_end(self) -> None:
         """From now on an end is no news."""
@@ -135,6 +139,7 @@ class Ranks:
         self._has_died = threading.Event()
         self._dying = threading.Lock()
         self._on_death: Callable[[], None] = lambda: None
+        self._aborter: threading.Thread | None = None
         self._is_closed = False
         self._size = config.tp
         self._nodes: Nodes | None = None
@@ -145,6 +150,7 @@ class Ranks:
             here = ("127.0.0.1", self._store.port)
             if config.nnodes > 1:
                 self._nodes = Nodes(self._store.port, config, facts, self._lost)
+                before_exit(self.dismiss)
             self._local.start(range(1, config.ranks_per_node), here, model_path, config)
             with self.failing_together():
                 if self._nodes is not None:
@@ -157,6 +163,7 @@ class Ranks:
                 self._channel = CommandChannel(TIMEOUT_S)
         except BaseException as error:
             self.close(why=f"node 0 did not start: {type(error).__name__}: {error}")
+            self.leave()
             raise
 
     # -- waiting ---------------------------------------------------------------------------
@@ -211,10 +218,23 @@ class Ranks:
             raise self.failure()
         try:
             self._channel.send(commands)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter of a group that was aborted
             raise self.failure(error) from error
 
     # -- failing ---------------------------------------------------------------------------
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """For a call that all ranks make: one that ends half-way here leaves them different."""
+        try:
+            yield
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
+        except BaseException as error:
+            self._lost(f"rank 0 was interrupted in a step by {type(error).__name__}")
+            raise
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -267,9 +287,14 @@ class Ranks:
         logger.error("%s", why)
         if self._nodes is not None:
             self._nodes.tell_end(why)
-        # What this process waits for on a GPU would never come. Aborting may itself take long.
-        threading.Thread(target=abort_group, name="abort group", daemon=True).start()
+        self._abort()
         return True
+
+    def _abort(self) -> None:
+        """What this process waits for on a GPU would never come. Aborting may itself take long."""
+        if self._aborter is None:
+            self._aborter = threading.Thread(target=abort_group, name="abort group", daemon=True)
+            self._aborter.start()
 
     # -- ending ----------------------------------------------------------------------------
 
@@ -280,20 +305,28 @@ class Ranks:
             return
         self._is_closed = True
         self._local.expect_end()
+        all_ended = False
         if farewell and self.death is None:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ValueError):
                 self._channel.send(farewell)
                 deadline = time.monotonic() + FAREWELL_S
-                self._local.wait(deadline)
+                all_ended = self._local.wait(deadline)
                 if self._nodes is not None:
                     self._nodes.wait_left(deadline)
         if self._nodes is not None:
             self._nodes.end(self.death or why)
         self._local.stop(2.0)
+        if not all_ended:
+            self._abort()
+
+    def leave(self) -> None:
+        """Leave the group; after `close`, and after the graphs that hold its calls are gone."""
+        if self._aborter is not None:
+            self._aborter.join(GRACE_S)
         leave_group()
         # Each holds the store's port.
         self.__dict__.pop("_channel", None)
-        del self._store
+        self.__dict__.pop("_store", None)
 
     def dismiss(self) -> None:
         """Tell other nodes that this one ends, and that all is well."""

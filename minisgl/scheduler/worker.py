@@ -39,7 +39,6 @@ from minisgl.utils.logger import configure_logging, get_logger
 from minisgl.utils.mp import (
     Receiver,
     Sender,
-    before_exit,
     exit_with_parent,
     freeze_heap,
     read_spec,
@@ -231,7 +230,6 @@ def main() -> int:
     if built.ranks is not None:
         # From wherever it is noticed first: a step may wait for a dead rank for long.
         built.ranks.on_death(lambda: _end(built))
-        before_exit(built.ranks.dismiss)
     try:
         SchedulerWorker(built.scheduler, receiver, front, routes).run()
     except EngineDeadError:  # another rank's end, which was logged

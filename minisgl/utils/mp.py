@@ -183,7 +183,7 @@ class Child:
         with contextlib.suppress(OSError, ValueError):  # it has died already, or was told
             self._process.stdin.write(b"\n")  # it is asked to end: its parent has not died
             self._process.stdin.flush()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # or another thread is just closing it
             self._process.stdin.close()
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
