@@ -1,4 +1,4 @@
-"""The second node of a test: a process of the real command line on this host."""
+"""What tests of ranks and nodes share: a second node by the real command line, ends that come soon."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
+
+from minisgl.errors import EngineDeadError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLLOWER = "minisgl.scheduler.follower"
@@ -31,6 +34,15 @@ def free_address() -> str:
 def flags(options: dict[str, Any]) -> list[str]:
     """Those of fields of the configuration."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+
+
+def failing(action: Callable[[], Any]) -> str:
+    """The message of the `EngineDeadError` that comes soon."""
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError) as caught:
+        action()
+    assert time.monotonic() - start < SOON_S
+    return str(caught.value)
 
 
 class Node:

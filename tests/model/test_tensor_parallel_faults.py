@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.engine import engine
-from minisgl.errors import EngineDeadError, MinisglError
+from minisgl.errors import MinisglError
 from minisgl.scheduler import ranks
 from tests.helpers import TINY, random_prompts, save, tiny_hf_model
+from tests.nodes import SOON_S, failing
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -32,7 +33,6 @@ OPTIONS: dict[str, Any] = {
 ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 [PROMPT] = random_prompts([9], TINY["vocab_size"])
-SOON_S = 10
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -64,15 +64,6 @@ def followers() -> list[int]:
 
 def answer(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, SHORT, use_tqdm=False)[0].token_ids
-
-
-def failing(action: Callable[[], Any]) -> str:
-    """The message of the `EngineDeadError` that comes soon."""
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError) as caught:
-        action()
-    assert time.monotonic() - start < SOON_S
-    return str(caught.value)
 
 
 def test_a_killed_rank_ends_the_engine_and_the_next_one_works(

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ import pytest
 from minisgl import LLM, SamplingParams
 from minisgl.config import EngineConfig, split_address
 from minisgl.distributed import make_store
-from minisgl.errors import ConfigError, EngineDeadError, ModelNotFoundError
+from minisgl.errors import ConfigError, ModelNotFoundError
 from minisgl.scheduler import nodes, other_node, ranks
 from minisgl.scheduler.other_node import run_node
 from tests.helpers import TINY, random_prompts, save, tiny_hf_model
-from tests.nodes import FOLLOWER, ROOT, SOON_S, all_gone, flags, free_address, node
+from tests.nodes import FOLLOWER, ROOT, SOON_S, all_gone, failing, flags, free_address, node
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -55,15 +54,6 @@ def answers(llm: LLM) -> list[list[int]]:
 def lead(model: Path, address: str, tp: int = 2) -> LLM:
     """Node 0 of two."""
     return LLM(model, tp=tp, nnodes=2, dist_init_addr=address, **OPTIONS)
-
-
-def failing(action: Callable[[], Any]) -> str:
-    """The message of the `EngineDeadError` that comes soon."""
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError) as caught:
-        action()
-    assert time.monotonic() - start < SOON_S
-    return str(caught.value)
 
 
 def test_nodes_give_what_one_process_gives_and_their_address_is_free_again(
