@@ -1,4 +1,4 @@
-"""What tests of ranks and nodes share: a second node by the real command line, ends that come soon."""
+"""What tests of ranks and nodes share: a second node by the command line, ends that come soon."""
 
 from __future__ import annotations
 
